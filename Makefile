@@ -1,0 +1,74 @@
+# Needs Python 3.11 or newer with pip, and a C++ compiler (torch.compile calls it).
+#   make demo     train a small model with 8-bit optimizer state beside fp32
+#   make test     the tests
+#   make help     everything else
+
+PYTHON      ?= python3
+VENV        ?= .venv
+PARITY_VENV ?= .venv-parity
+PIP_FLAGS   ?=
+DEMO_ARGS   ?=
+PYTEST_ARGS ?=
+BENCH_ARGS  ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test parity bench lint format types wheel-check clean distclean
+
+help:
+	@echo 'make demo [DEMO_ARGS="--steps 20"]    train a small model, 8-bit beside fp32; writes demo.png'
+	@echo 'make test [PYTEST_ARGS="-k adam -x"]  tests and doctests'
+	@echo 'make parity [PYTEST_ARGS=...]         compare with optax, torchao and bitsandbytes (own environment)'
+	@echo 'make bench [BENCH_ARGS=...]           time a step beside torch fused AdamW and torchao (own environment)'
+	@echo 'make lint | format | types            ruff check, ruff format, pyright'
+	@echo 'make wheel-check                      build the wheel and try it from another folder'
+	@echo 'make clean | distclean                remove build leftovers | and the environments too'
+	@echo 'Variables: PYTHON, VENV, PARITY_VENV, PIP_FLAGS (for example an index that has CPU builds of torch)'
+
+demo: $(VENV)/.installed-demo
+	$(VENV)/bin/python examples/byte_lm.py $(DEMO_ARGS)
+
+test: $(VENV)/.installed-test
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+parity: $(PARITY_VENV)/.installed-parity
+	$(PARITY_VENV)/bin/python -m pytest tests/parity $(PYTEST_ARGS)
+
+bench: $(PARITY_VENV)/.installed-parity
+	$(PARITY_VENV)/bin/python benchmarks/step_time.py $(BENCH_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+types: $(VENV)/.installed-dev
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+wheel-check: $(VENV)/.installed-dev
+	$(VENV)/bin/python scripts/check_wheel.py
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find functional_lowbit transforms tests examples benchmarks scripts -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV) $(PARITY_VENV)
+
+# One environment, one stamp for each extra in it: a second call installs nothing until pyproject.toml
+# or constraints.txt changes. The same two recipes serve both environments.
+define environment
+$(1)/.created:
+	@$$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "functional-lowbit needs Python 3.11 or newer; $$(PYTHON) is " + sys.version.split()[0] + ". Say which to use: make PYTHON=python3.12 ...")'
+	@# Some distributions ship pip but not venv's bundled copy of it (ensurepip): then lend it ours.
+	$$(PYTHON) -m venv $(1) || { $$(PYTHON) -m venv --clear --without-pip $(1) && $$(PYTHON) -m pip --python $(1)/bin/python install pip; }
+	@touch $$@
+
+$(1)/.installed-%: pyproject.toml constraints.txt | $(1)/.created
+	$(1)/bin/python -m pip install --progress-bar off $$(PIP_FLAGS) -c constraints.txt -e '.[$$*]'
+	@touch $$@
+endef
+$(eval $(call environment,$(VENV)))
+$(eval $(call environment,$(PARITY_VENV)))
