@@ -1,0 +1,128 @@
+"""What is refused, and in which words: who speaks, which argument, the rule, the value got, the way out."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_lowbit import _tree
+from functional_lowbit._base import Tree
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def hyperparameter(speaker: str, name: str, value: Any, at_least: float = -math.inf, below: float = math.inf) -> None:
+    """Refuse a hyperparameter that cannot be meant. Schedules and tensors are looked at when they are used."""
+    if isinstance(value, Tensor):
+        if value.ndim != 0:
+            raise ValueError(
+                f"{speaker}: {name} must be a float, a 0-d tensor or a schedule, got a tensor of shape "
+                f"{tuple(value.shape)}"
+            )
+        return
+    if callable(value):
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{speaker}: {name} must be a float, a 0-d tensor or a schedule, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{speaker}: {name} must be finite, got {value}")
+    if not at_least <= value < below:
+        bound = f"at least {at_least:g}" if below == math.inf else f"in [{at_least:g}, {below:g})"
+        raise ValueError(f"{speaker}: {name} must be {bound}, got {value}")
+
+
+def finite(speaker: str, name: str, value: Tensor) -> Tensor:
+    """Refuse a non-finite value of a schedule or of a tensor hyperparameter.
+
+    Only on the CPU: elsewhere the look would make the device wait.
+    """
+    if value.ndim != 0:
+        raise ValueError(f"{speaker}: {name} must be 0-d at each step, got shape {tuple(value.shape)}")
+    if value.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(value):
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"{speaker}: {name} must be finite at each step, got {number}")
+    return value
+
+
+def params(speaker: str, paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Refuse parameters that no gradient step can be taken on."""
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{speaker}: params{_at(path)} must be a tensor, got {type(leaf).__name__}")
+        if leaf.dtype not in FLOATS:
+            raise TypeError(
+                f"{speaker}: params{_at(path)} must be float16, bfloat16, float32 or float64, got {leaf.dtype}; leave it "
+                "out of the tree or mask it with fl.masked"
+            )
+
+
+def updates(speaker: str, paths: Sequence[str], leaves: Sequence[Any], like: Sequence[Any]) -> None:
+    """Refuse updates that do not fit the parameters. None is allowed: that leaf is skipped."""
+    for path, u, p in zip(paths, leaves, like, strict=True):
+        if u is None:
+            continue
+        if not isinstance(u, Tensor):
+            raise TypeError(f"{speaker}: updates{_at(path)} must be a tensor or None, got {type(u).__name__}")
+        if u.layout is not torch.strided:
+            raise TypeError(
+                f"{speaker}: updates{_at(path)} is sparse ({u.layout}); only dense gradients are supported, "
+                "call .to_dense() first"
+            )
+        if u.dtype not in FLOATS:
+            raise TypeError(
+                f"{speaker}: updates{_at(path)} must be float16, bfloat16, float32 or float64, got {u.dtype}"
+            )
+        if isinstance(p, Tensor) and u.shape != p.shape:
+            raise ValueError(
+                f"{speaker}: updates{_at(path)} has shape {tuple(u.shape)}, but its parameter has {tuple(p.shape)}"
+            )
+        if isinstance(p, Tensor) and hasattr(p, "device_mesh") != hasattr(u, "device_mesh"):
+            kinds = ["DTensor" if hasattr(x, "device_mesh") else "plain tensor" for x in (u, p)]
+            raise TypeError(f"{speaker}: updates{_at(path)} is a {kinds[0]}, but its parameter is a {kinds[1]}")
+
+
+def same_structure(speaker: str, what: str, treedef: _tree.TreeDef, tree: Tree) -> list[Any]:
+    """The subtrees of `tree` at the leaves of the parameters' structure, or an error that says what differs."""
+    try:
+        return _tree.flatten_up_to(treedef, tree)
+    except ValueError as error:
+        raise ValueError(
+            f"{speaker}: {what} must have the structure of the parameters; {error}. If the model changed, "
+            "make a new state with init(params)"
+        ) from error
+
+
+def state_class(speaker: str, state: Any, expected: type) -> None:
+    """Refuse the state of another transformation."""
+    if not isinstance(state, expected):
+        raise ValueError(
+            f"{speaker}: the state must be a {expected.__name__}, got {type(state).__name__}; it was made for another "
+            "transformation"
+        )
+
+
+def moments(speaker: str, field: str, paths: Sequence[str], leaves: Sequence[Any], values: Sequence[Any]) -> None:
+    """Refuse the moments of other parameters, and stored moments outside `low_bit`."""
+    for path, leaf, value in zip(paths, leaves, values, strict=True):
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{speaker}: state.{field}{_at(path)} must be a tensor, got {type(value).__name__}; a state in few "
+                "bits belongs to the low_bit transformation that made it"
+            )
+        moment_shape(speaker, field, path, leaf, value)
+
+
+def moment_shape(speaker: str, field: str, path: str, leaf: Any, value: Any) -> None:
+    """Refuse a moment that was made for a parameter of another shape."""
+    if tuple(value.shape) != tuple(leaf.shape):
+        raise ValueError(
+            f"{speaker}: state.{field}{_at(path)} has shape {tuple(value.shape)}, but its parameter has "
+            f"{tuple(leaf.shape)}; the state was made for other parameters"
+        )
+
+
+def _at(path: str) -> str:
+    return f"[{path!r}]" if path else ""

@@ -1,0 +1,366 @@
+"""compile: the training step, fused, compiled once for all shapes, in place.
+
+What crosses into `torch.compile` are plain, detached, local tensors: views of leaves as blocks, and one vector of
+numbers. DTensors, parameters with a `.grad`, tensor subclasses and Python floats stay outside, by construction.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo import lookup_backend
+
+from functional_lowbit import _check, _staging, _tree
+from functional_lowbit._base import GradientTransformation, Tree, call_update
+from functional_lowbit._kernel import KernelKey, Stage, example, make_kernel
+from functional_lowbit._leafwise import Shared, as_sharded
+from functional_lowbit._program import GateOp, LeafOp, Op, OpaqueOp, Program, lower
+from functional_lowbit._quantized import QuantizedTensor
+from functional_lowbit.sharding import ShardSpec, local_of, wrap
+
+
+@dataclass
+class Kernel:
+    """A kernel, compiled or not, and how many graphs it took."""
+
+    run: Callable[..., None]
+    graphs: int = 0
+
+
+_kernels: dict[tuple[KernelKey, str], Kernel] = {}
+
+
+def _kernel_for(key: KernelKey, backend: str) -> Kernel:
+    """The kernel of a key; it is compiled when it is first asked for, on arguments that no leaf decides."""
+    kernel = _kernels.get((key, backend))
+    if kernel is None:
+        function = make_kernel(key)
+        kernel = Kernel(function)
+        if backend != "eager":
+            compiler = lookup_backend(backend)
+
+            def counted(graph: Any, inputs: Any, **options: Any) -> Any:
+                kernel.graphs += 1
+                return compiler(graph, inputs, **options)
+
+            kernel.run = torch.compile(function, backend=counted, fullgraph=True)
+            args, varying = example(key)
+            for arg, dim in varying:
+                torch._dynamo.mark_dynamic(arg, dim)
+            kernel.run(*args)
+        _kernels[key, backend] = kernel
+    return kernel
+
+
+@dataclass
+class _Run:
+    """One call of the step: the trees as lists of leaves."""
+
+    treedef: _tree.TreeDef
+    params: list[Tensor]  # as given
+    specs: list[ShardSpec | None]
+    locals: list[Tensor]  # this rank's part of each parameter
+    updates: list[Any]  # as given, or this rank's part; None where a leaf is skipped
+    active: list[list[bool]]  # for each operation, for each leaf
+    states: list[Any]  # of each operation
+    moments: list[list[tuple[Any, ...]]]  # of each leaf operation, for each leaf
+    hypers: list[Any]  # of each leaf operation
+    extra: dict[str, Any]
+    as_given: bool = True  # whether updates are as given
+    shared: dict[int, Shared] = field(default_factory=dict)
+    gates: dict[int, Tensor] = field(default_factory=dict)
+
+    def update_tree(self, active: list[bool] | None = None) -> Tree:
+        """The updates as the user would see them; None at leaves that are skipped or not active."""
+        leaves = []
+        for i, u in enumerate(self.updates):
+            seen = u is not None and (active is None or active[i])
+            leaves.append(None if not seen else u if self.as_given else wrap(u, self.specs[i]))
+        return _tree.unflatten(self.treedef, leaves)
+
+    def param_tree(self) -> Tree:
+        """The parameters as given."""
+        return _tree.unflatten(self.treedef, self.params)
+
+    def localize(self) -> None:
+        """Go over to this rank's part of each update."""
+        if self.as_given:
+            self.updates = [
+                None if u is None else local_of(u if spec is None else as_sharded(u, p)[0])
+                for u, p, spec in zip(self.updates, self.params, self.specs, strict=True)
+            ]
+            self.as_given = False
+
+
+class Step:
+    """A compiled training step: `params, state = step(grads, state, params, **extra)`. Made by `compile`."""
+
+    def __init__(self, tx: GradientTransformation, donate: bool, backend: str):
+        self._program: Program = lower(tx.update)
+        self._ops: list[Op] = list(self._program.ops())
+        self._donate = donate
+        self._backend = backend
+        self._used: dict[KernelKey, Kernel] = {}
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far for the kernels that this step uses. It stays the same after the first step."""
+        return sum(kernel.graphs for kernel in self._used.values())
+
+    @torch.no_grad()
+    def __call__(self, grads: Tree, state: Any, params: Tree, **extra: Any) -> tuple[Tree, Any]:
+        """One step: new params and new state, in the buffers that were given if they are donated.
+
+        Raises:
+            TypeError, ValueError: before anything is written, for gradients, parameters or a state that do not fit
+                each other, and for a hyperparameter that is not finite.
+        """
+        run = self._begin(grads, state, params, extra)
+        if not self._donate:
+            params, state = _tree.map_leaves(_copy, params), _tree.map_leaves(_copy, state)
+            run = self._begin(grads, state, params, extra)
+        new_states = list(run.states)
+        pending: list[int] = []
+        for i, op in enumerate(self._ops):
+            if isinstance(op, LeafOp):
+                if op.rule.prepare is not None or self._grids_differ(run, pending, i):
+                    pending = self._flush(run, pending)
+                whole = op.rule.prepare is not None
+                run.shared[i] = op.rule.share(
+                    run.update_tree(run.active[i]) if whole else None,
+                    run.states[i],
+                    run.param_tree() if whole else None,
+                    run.hypers[i],
+                )
+                pending.append(i)
+                continue
+            pending = self._flush(run, pending)
+            if isinstance(op, GateOp):
+                is_open, new_states[i] = op.part.decide(run.update_tree(run.active[i]), run.states[i])
+                run.gates[op.gate] = is_open
+            else:
+                new_states[i] = self._call_opaque(run, op, run.states[i])
+        self._run_leaf_ops(run, pending, apply=True)
+        self._write_shared(run, new_states)
+        return params, self._program.rebuild(state, iter(new_states))
+
+    def _begin(self, grads: Tree, state: Any, params: Tree, extra: dict[str, Any]) -> _Run:
+        """Look at everything before anything is written."""
+        speaker = "compile(tx)"
+        leaves, treedef = _tree.flatten(params)
+        paths = _tree.names(treedef)
+        _check.params(speaker, paths, leaves)
+        updates = _check.same_structure(speaker, "grads", treedef, grads)
+        _check.updates(speaker, paths, updates, leaves)
+        states = list(self._program.states(state))
+        active = list(self._program.active(params, treedef))
+        hypers: list[Any] = []
+        moments: list[list[tuple[Any, ...]]] = []
+        for op, op_state, seen in zip(self._ops, states, active, strict=True):
+            if not isinstance(op, LeafOp):
+                hypers.append(None)
+                moments.append([])
+                continue
+            _check.state_class(speaker, op_state, op.rule.state_class)
+            fields = []
+            for name in op.rule.moments:
+                values = _check.same_structure(speaker, f"state.{name}", treedef, getattr(op_state, name))
+                for path, leaf, value, is_seen in zip(paths, leaves, values, seen, strict=True):
+                    if is_seen:
+                        _check.moment_shape(speaker, name, path, leaf, value)
+                fields.append(values)
+            moments.append(list(zip(*fields, strict=True)) if fields else [()] * len(leaves))
+            hypers.append(op.rule.hyper(op_state))
+        specs = [ShardSpec.of(p) for p in leaves]
+        locals_ = [local_of(p) for p in leaves]
+        return _Run(treedef, leaves, specs, locals_, updates, active, states, moments, hypers, extra)
+
+    def _flush(self, run: _Run, pending: list[int]) -> list[int]:
+        """Run what is pending, since what comes next looks at its result."""
+        if pending:
+            self._run_leaf_ops(run, pending, apply=False)
+        return []
+
+    def _grids_differ(self, run: _Run, pending: list[int], i: int) -> bool:
+        """Whether a leaf's moments are blocked differently in an earlier operation (two `low_bit`s in one chain)."""
+        mine = [_block_size(m) for m in run.moments[i]]
+        for j in pending:
+            for a, b in zip(mine, run.moments[j], strict=True):
+                if a is not None and _block_size(b) not in (None, a):
+                    return True
+        return False
+
+    def _call_opaque(self, run: _Run, op: OpaqueOp, state: Any) -> Any:
+        """Call an update whose inside is not known, on the trees that the user would see."""
+        updates, new_state = call_update(op.update, run.update_tree(), state, run.param_tree(), run.extra)
+        run.updates = _tree.flatten_up_to(run.treedef, updates)
+        run.as_given = True
+        return _into_old(new_state, state)
+
+    def _run_leaf_ops(self, run: _Run, pending: list[int], apply: bool) -> None:
+        """Run neighbouring leaf functions as one kernel on each leaf, and add the updates to the parameters if asked."""
+        run.localize()
+        groups: dict[Any, list[int]] = {}
+        for i, update in enumerate(run.updates):
+            if update is not None:
+                ops = tuple(j for j in pending if run.active[j][i])
+                codecs = tuple(tuple(_codec(m) for m in run.moments[j][i]) for j in ops)
+                place = run.locals[i]
+                groups.setdefault((ops, codecs, place.dtype, update.dtype, place.device), []).append(i)
+        outs: list[Any] = [None] * len(run.updates)
+        for (ops, codecs, param_dtype, grad_dtype, device), members in groups.items():
+            stages = tuple(
+                Stage.of(self._rule(j), c, tuple(run.shared[j].scalars), self._ops[j].gates)
+                for j, c in zip(ops, codecs, strict=True)
+            )
+            blocked = any(c is not None and c.parts == 2 for cs in codecs for c in cs)
+            key = KernelKey(stages, len(run.gates), apply, blocked, param_dtype, grad_dtype, device)
+            kernel = self._used.get(key)
+            if kernel is None:
+                kernel = self._used[key] = _kernel_for(key, self._backend)
+            scalars = _vector(
+                [g.float() for g in run.gates.values()] + [x for j in ops for x in run.shared[j].scalars.values()], device
+            )
+            shaped = [True, True, *(s for cs in codecs for c in cs for s in _shaped(c))]
+            if not apply:
+                shaped.append(True)
+                for i in members:
+                    outs[i] = torch.empty(run.locals[i].shape, dtype=torch.float32, device=device)
+            leaves = (_leaf(run, ops, i, outs[i]) for i in members)
+            _staging.run(leaves, shaped, lambda t, k=kernel, s=scalars: k.run(t[0], t[1], s, *t[2:]))
+        if not apply:
+            run.updates = outs
+
+    def _rule(self, j: int) -> Any:
+        op = self._ops[j]
+        assert isinstance(op, LeafOp)
+        return op.rule
+
+    def _write_shared(self, run: _Run, new_states: list[Any]) -> None:
+        """Let counters and other shared state go on, where the gates are open."""
+        for i, op in enumerate(self._ops):
+            if isinstance(op, OpaqueOp):
+                continue
+            old = run.states[i]
+            if isinstance(op, LeafOp):
+                news = run.shared[i].state
+            else:
+                news = {n: v for n, v in new_states[i]._asdict().items() if v is not getattr(old, n)}
+            for name, new in news.items():
+                place = getattr(old, name)
+                for gate in op.gates:
+                    new = torch.where(run.gates[gate].to(new.device), new, place)
+                place.copy_(new)
+            new_states[i] = old
+
+
+def _codec(moment: Any) -> Any:
+    """The codec of a stored moment; None for float32."""
+    return moment.format.codec(moment.layout.signed) if isinstance(moment, QuantizedTensor) else None
+
+
+def _shaped(codec: Any) -> tuple[bool, ...]:
+    """For each tensor of a moment, whether it has the leaf's shape."""
+    return (True,) if codec is None or codec.parts == 1 else (False, False)
+
+
+def _block_size(moments: tuple[Any, ...]) -> int | None:
+    """The block size of a leaf's moments; None if none has scales."""
+    return next((m.block_size for m in moments if isinstance(m, QuantizedTensor) and m.format.scaled), None)
+
+
+def _leaf(run: _Run, ops: tuple[int, ...], i: int, out: Tensor | None) -> _staging.Leaf:
+    """A leaf with all its tensors, in the kernel's order."""
+    tensors = [run.updates[i], run.locals[i]]
+    grid = None
+    for j in ops:
+        for moment in run.moments[j][i]:
+            if isinstance(moment, QuantizedTensor):
+                codes, scales = moment.local_blocks()
+                tensors.append(codes)
+                if scales is not None:
+                    tensors.append(scales)
+                    grid = moment.layout.local_grid()
+            else:
+                tensors.append(local_of(moment))
+    if out is not None:
+        tensors.append(out)
+    return _staging.Leaf(grid, tuple(tensors))
+
+
+def _vector(scalars: list[Tensor], device: torch.device) -> Tensor:
+    """0-d tensors, wherever they are, as one float32 vector on a device."""
+    if not scalars:
+        return torch.zeros(0, dtype=torch.float32, device=device)
+    if all(x.device == scalars[0].device for x in scalars):
+        return torch.stack(scalars).to(device)
+    return torch.stack([x.to(device) for x in scalars])
+
+
+def _copy(x: Any) -> Any:
+    """A copy of a leaf with the same sharding."""
+    return wrap(local_of(x).clone(), ShardSpec.of(x)) if isinstance(x, Tensor) else x
+
+
+def _into_old(new: Any, old: Any) -> Any:
+    """Write a new state into the buffers of the old one, if they fit each other."""
+    new_leaves, new_def = _tree.flatten(new)
+    old_leaves, old_def = _tree.flatten(old)
+    if new_def != old_def:
+        return new
+    for n, o in zip(new_leaves, old_leaves, strict=True):
+        if not (isinstance(n, Tensor) and isinstance(o, Tensor) and n.shape == o.shape and n.dtype == o.dtype):
+            return new
+    for n, o in zip(new_leaves, old_leaves, strict=True):
+        if n is not o:
+            local_of(o).copy_(local_of(n))
+    return old
+
+
+def compile(
+    tx: GradientTransformation,
+    *,
+    donate: bool = True,
+    backend: str = "inductor",
+    rounding: str = "nearest",
+    key: Any = None,
+) -> Step:
+    """Make the training step of a transformation: one fused kernel for all leaves, compiled once.
+
+    Leaf functions that follow each other are fused into one kernel that reads gradient, parameter and moments once,
+    and writes parameter and moments once. It is compiled for two free sizes, so that no shape, number of leaves,
+    learning rate or other number compiles it again: one graph for leaves stored in blocks and one for the others, for
+    each pair of parameter and gradient dtype. Updates stay in float32 until they are added to the parameters.
+    A `(init, update)` pair of the user's own runs as it is, between the kernels.
+
+    Args:
+        tx: Any transformation.
+        donate: True: params and state are written in place, and returned. False: they are copied first.
+        backend: A backend of torch.compile; "eager" gives the same numbers without a compiler.
+        rounding: How new parameters are rounded to their dtype: "nearest".
+        key: Not used by "nearest".
+
+    Returns:
+        `step(grads, state, params, **extra) -> (params, state)`, with the attribute `graphs`. Params may be
+        `nn.Parameter`s and DTensors, with or without `.grad`; a gradient of None skips its leaf.
+
+    Raises:
+        TypeError: if `tx` is no GradientTransformation.
+        ValueError: for another rounding.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> tx = fl.sgd(0.5)
+        >>> params = {"w": torch.ones(2)}
+        >>> step = fl.compile(tx, backend="eager")
+        >>> params, state = step({"w": torch.ones(2)}, tx.init(params), params)
+        >>> params
+        {'w': tensor([0.5000, 0.5000])}
+    """
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(f"compile: tx must be a GradientTransformation, got {type(tx).__name__}")
+    if rounding != "nearest":
+        raise ValueError(f"compile: rounding must be 'nearest', got {rounding!r}")
+    return Step(tx, donate, backend)

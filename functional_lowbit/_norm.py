@@ -1,0 +1,73 @@
+"""The global norm, the same number on every mesh."""
+
+import torch
+from torch import Tensor
+
+from functional_lowbit import _tree
+from functional_lowbit._base import Tree
+from functional_lowbit.sharding import ShardSpec, local_of, sum_over_shards
+
+# Floating-point sums depend on their order, and the order on the mesh. So each block of a row is summed in float32,
+# which no split of the rows can change, and the sums of blocks are then added exactly: float32 numbers of one exponent
+# are integers of 24 bits, and a float64 adds 2**29 of them without rounding. One bin for each exponent.
+BLOCK = 256  # elements that are summed in float32
+EXPONENTS = 278  # frexp of a positive float32 gives -148 … 128
+INFINITE, NOT_A_NUMBER = EXPONENTS, EXPONENTS + 1  # two more bins, which count
+
+
+def global_norm(tree: Tree) -> Tensor:
+    """The Euclidean norm of all leaves together.
+
+    The sum of squares is taken over whole rows and added exactly, so that the result is bit-equal for every split of
+    dimension 0 and for every number of ranks. A replicated leaf counts once. All ranks must call it together.
+
+    Args:
+        tree: Any pytree of floating-point tensors and DTensors; meshes and placements may differ. None is passed over.
+
+    Returns:
+        float32[], a plain tensor, the same on every rank; 0 for an empty tree.
+
+    Raises:
+        ValueError: for a placement other than `Shard` and `Replicate`.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> fl.global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
+        tensor(5.)
+    """
+    leaves = _tree.leaves(tree)
+    if not leaves:
+        return torch.zeros((), dtype=torch.float32)
+    bins = sum_over_shards((_square_bins(local_of(x)), ShardSpec.of(x)) for x in leaves)
+    exponents = torch.arange(EXPONENTS, dtype=torch.float64, device=bins.device) - (148 + 24)
+    total = (bins[:EXPONENTS] * torch.exp2(exponents)).sum()
+    total = torch.where(bins[INFINITE] > 0, float("inf"), total)
+    total = torch.where(bins[NOT_A_NUMBER] > 0, float("nan"), total)
+    return total.sqrt().float()
+
+
+def _square_bins(x: Tensor) -> Tensor:
+    """The squares of a local tensor, added up by exponent: float64[EXPONENTS + 2]."""
+    squares = torch.cat([part.flatten() for part in _block_squares(x)])
+    mantissa, exponent = torch.frexp(squares)
+    index = torch.where(squares.isnan(), NOT_A_NUMBER, torch.where(squares.isinf(), INFINITE, exponent + 148))
+    weight = torch.where(squares < float("inf"), mantissa.double() * 2**24, 1.0)
+    return torch.zeros(EXPONENTS + 2, dtype=torch.float64, device=x.device).index_add_(0, index, weight)
+
+
+def _block_squares(x: Tensor) -> list[Tensor]:
+    """The sums of squares of the blocks of each row, float32.
+
+    A tensor of one dimension can be cut anywhere, so there each element is a block of its own.
+    """
+    x = x.float()
+    if x.ndim < 2:
+        return [x * x]
+    rows = x.reshape(x.shape[0], -1) if x.numel() else x.new_zeros(0, 1)
+    whole = rows.shape[1] // BLOCK * BLOCK
+    parts = []
+    if whole:
+        parts.append(torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, BLOCK)), dim=-1))
+    if whole < rows.shape[1]:
+        parts.append(torch.linalg.vector_norm(rows[:, whole:], dim=-1))
+    return [norms * norms for norms in parts]

@@ -1,0 +1,205 @@
+"""A tensor in few bits: codes and scales, with what is needed to read them."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_lowbit import _tree, formats
+from functional_lowbit._grid import Grid, grid_of
+from functional_lowbit.formats import Format
+from functional_lowbit.sharding import ShardSpec, local_of, wrap
+
+
+class Layout(NamedTuple):
+    """What of a quantized tensor is not data. Two ranks that hold shards of one tensor have equal layouts."""
+
+    format: Format
+    signed: bool
+    shape: tuple[int, ...]  # global
+    block_size: int  # the longest block
+    spec: ShardSpec | None  # of the tensor that the codes stand for
+    threshold: int | None = None  # the size, in elements, that made `low_bit` choose a format; None: chosen by hand
+
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's part of the tensor."""
+        return self.shape if self.spec is None else self.spec.local_shape()
+
+    def local_grid(self) -> Grid:
+        """The grid of this rank's part. Where rows are whole it is a part of the global grid."""
+        return grid_of(self.local_shape(), self.block_size)
+
+    @property
+    def cut(self) -> bool:
+        """Whether the mesh cuts rows, so that blocks end at the shard's edge and not where the whole tensor's do."""
+        return self.spec is not None and self.format.scaled and not self.spec.keeps_rows
+
+    def store(self, codes: Tensor, scales: Tensor | None) -> "QuantizedTensor":
+        """Wrap this rank's codes [n_blocks, width] and scales [n_blocks, 1] (or unscaled codes, local shape)."""
+        if not self.format.scaled:
+            return QuantizedTensor(wrap(codes, self.spec), None, self)
+        assert scales is not None
+        grid = self.local_grid()
+        return QuantizedTensor(
+            self._place(codes.reshape(grid.rows, -1) if grid.rows else codes.reshape(0, 0), codes.shape[-1]),
+            self._place(scales.reshape(grid.rows, -1) if grid.rows else scales.reshape(0, 0), 1),
+            self,
+        )
+
+    def _place(self, rows: Tensor, per_block: int) -> Tensor:
+        """[local rows, blocks_per_row * per_block] -> a plain tensor, or a DTensor with a global shape of its own."""
+        spec = self.spec
+        if spec is None:
+            return rows
+        if spec.keeps_rows:
+            grid = grid_of(self.shape, self.block_size)
+            whole = spec.like((grid.rows, grid.blocks_per_row * per_block))
+            return whole.wrap(rows.reshape(whole.local_shape()))
+        widest = grid_of(spec.largest_local_shape(), self.block_size).n_blocks * per_block
+        own = spec.per_shard(widest)
+        padded = rows.new_zeros(widest)
+        padded[: rows.numel()] = rows.flatten()
+        return own.wrap(padded.view(own.local_shape()))
+
+    def empty_codes(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """This rank's codes and scales of a tensor of zeros, as `store` takes them."""
+        codec = self.format.codec(self.signed)
+        if not self.format.scaled:
+            return torch.full(self.local_shape(), codec.zero_code, dtype=codec.dtype, device=device), None
+        grid = self.local_grid()
+        codes = torch.full((grid.n_blocks, codec.width(grid.block)), codec.zero_code, dtype=codec.dtype, device=device)
+        return codes, torch.full((grid.n_blocks, 1), codec.zero_scale, dtype=torch.float32, device=device)
+
+
+@_tree.register
+class QuantizedTensor:
+    """A tensor that rests as codes and scales. A pytree node of plain tensors or DTensors, no tensor subclass.
+
+    Attributes:
+        codes: The codes: [rows, codes of a row]. Without scales (bfloat16), a tensor of the original shape.
+        scales: float32 [rows, blocks of a row], or None for a format without scales. A scale's meaning is the format's.
+        layout: Format, sign, global shape, block size and sharding.
+
+    If the tensor is a DTensor whose shards hold whole rows, codes and scales are DTensors with its mesh and placements
+    and with their own global shape and stride. If the mesh cuts rows, each shard is quantized by itself, and the codes
+    are one row for each shard, padded to the longest.
+    """
+
+    TREE_FIELDS = ("codes", "scales")
+
+    def __init__(self, codes: Any, scales: Any, layout: Layout):
+        self.codes = codes
+        self.scales = scales
+        self.layout = layout
+
+    @property
+    def format(self) -> Format:
+        """The storage format."""
+        return self.layout.format
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape of the tensor that the codes stand for."""
+        return self.layout.shape
+
+    @property
+    def block_size(self) -> int:
+        """The longest block, in elements; `layout.local_grid().block` is the length in use."""
+        return self.layout.block_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales on this rank."""
+        return sum(local_of(x).nbytes for x in (self.codes, self.scales) if x is not None)
+
+    def local_blocks(self) -> tuple[Tensor, Tensor | None]:
+        """Views of this rank's codes [n_blocks, width] and scales [n_blocks, 1] (or unscaled codes, local shape)."""
+        codes = local_of(self.codes)
+        if self.scales is None:
+            return codes, None
+        n = self.layout.local_grid().n_blocks
+        scales = local_of(self.scales).view(-1, 1)[:n]
+        if n == 0:
+            return codes.reshape(-1)[:0].view(0, 1), scales
+        if self.layout.cut:
+            width = self.format.codec(self.layout.signed).width(self.layout.local_grid().block)
+            return codes.view(-1)[: n * width].view(n, width), scales
+        return codes.view(n, -1), scales
+
+    def dequantize(self) -> Tensor:
+        """The numbers: float32, of the original global shape, sharded as the original was."""
+        codes, scales = self.local_blocks()
+        values = self.format.codec(self.layout.signed).decode(codes, scales)
+        shape = self.layout.local_shape()
+        local = self.layout.local_grid().from_blocks(values, shape) if self.format.scaled else values.reshape(shape)
+        return wrap(local, self.layout.spec)
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], Layout]:
+        """For the pytree registries."""
+        return (self.codes, self.scales), self.layout
+
+    @classmethod
+    def tree_unflatten(cls, layout: Layout, children: Any) -> "QuantizedTensor":
+        """For the pytree registries."""
+        return cls(*children, layout)
+
+    def __repr__(self) -> str:
+        return f"QuantizedTensor({self.format.name}, shape={self.shape}, block_size={self.block_size})"
+
+
+def quantize(
+    x: Tensor, format: str | Format, *, signed: bool = True, block_size: int | None = None
+) -> QuantizedTensor:
+    """Store a tensor in few bits.
+
+    Args:
+        x: A floating-point tensor or DTensor of any shape.
+        format: A name of `formats.names()`, or a `Format`.
+        signed: False for a tensor that is never below 0, which has formats of its own.
+        block_size: Elements that share one scale, at most; >= 1. The format's default if None.
+
+    Returns:
+        A `QuantizedTensor`; `.dequantize()` gives float32.
+
+    Raises:
+        TypeError: for a tensor that is not floating-point.
+        ValueError: for an unknown format or a block size below 1.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> q = fl.quantize(torch.tensor([[0.0, 0.5, -1.0]]), "companded8")
+        >>> q.codes
+        tensor([[   0,   85, -127]], dtype=torch.int8)
+        >>> q.dequantize().shape
+        torch.Size([1, 3])
+    """
+    format = formats.get(format)
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"quantize: x must be a floating-point tensor, got {kind}")
+    block_size = check_block_size("quantize", format.block_size if block_size is None else block_size)
+    layout = Layout(format, signed, tuple(x.shape), block_size, ShardSpec.of(x))
+    return encode(local_of(x), layout)
+
+
+def encode(local: Tensor, layout: Layout) -> QuantizedTensor:
+    """Quantize this rank's part of a tensor."""
+    local = local.float()
+    codec = layout.format.codec(layout.signed)
+    if layout.format.scaled:
+        if local.numel() == 0:
+            return zeros(layout, local.device)
+        local = layout.local_grid().to_blocks(local)
+    return layout.store(*codec.encode(local))
+
+
+def zeros(layout: Layout, device: torch.device) -> QuantizedTensor:
+    """A quantized tensor of zeros; no float32 tensor of its size is made."""
+    return layout.store(*layout.empty_codes(device))
+
+
+def check_block_size(speaker: str, block_size: Any) -> int:
+    """A block size that is an int of at least 1."""
+    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
+        raise ValueError(f"{speaker}: block_size must be an int of at least 1, got {block_size!r}")
+    return block_size

@@ -1,0 +1,108 @@
+"""The only door to optree: flatten, map, paths, and registration of our own nodes."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import optree
+import torch.utils._pytree as torch_pytree
+from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
+from torch import Tensor
+
+from functional_lowbit._base import Tree
+
+TreeDef = optree.PyTreeSpec
+
+
+def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
+    """Leaves in order, and the structure that rebuilds the tree from them. None is no leaf."""
+    leaves, treedef = optree.tree_flatten(tree)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            namespace = _namespace_of(type(leaf))
+            if namespace is not None:
+                return optree.tree_flatten(tree, namespace=namespace)
+    return leaves, treedef
+
+
+def _namespace_of(cls: type) -> str | None:
+    """The namespace of optree in which a user registered a class; without it optree would take the node for a leaf."""
+    for key in optree.registry._NODETYPE_REGISTRY:  # noqa: SLF001  there is no public way to ask
+        if isinstance(key, tuple) and key[1] is cls:
+            return key[0]
+    return None
+
+
+def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
+    """The way back from `flatten`."""
+    return optree.tree_unflatten(treedef, leaves)
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """The leaves of a tree; None is no leaf."""
+    return flatten(tree)[0]
+
+
+def map_leaves(function: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
+    """A tree of `function(leaf, *subtrees of the rests)`; the first tree gives the structure."""
+    first, treedef = flatten(tree)
+    others = [treedef.flatten_up_to(rest) for rest in rests]
+    return unflatten(treedef, map(function, first, *others))
+
+
+def names(treedef: TreeDef) -> list[str]:
+    """The path of each leaf as people read it: `layers.0.weight`; the root is the empty string."""
+    return [
+        ".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor) for accessor in treedef.accessors()
+    ]
+
+
+def flatten_up_to(treedef: TreeDef, tree: Tree) -> list[Any]:
+    """The subtrees of `tree` at the leaves of `treedef`, for instance None or a `QuantizedTensor`.
+
+    Raises:
+        ValueError: if `tree` does not begin with that structure.
+    """
+    return treedef.flatten_up_to(tree)
+
+
+def children(node: Any) -> tuple[list[Any], list[str], Callable[[Sequence[Any]], Any]] | None:
+    """One level of a tree: the children, their names, and how to rebuild the node; None for a leaf."""
+    if isinstance(node, Tensor):
+        return None
+    try:
+        kids, metadata, entries, rebuild = optree.tree_flatten_one_level(node, namespace=_namespace_of(type(node)) or "")
+    except ValueError:  # optree's answer for a leaf
+        return None
+    entries = getattr(node, "_fields", entries)
+    return list(kids), [str(e) for e in entries], lambda new: rebuild(metadata, list(new))
+
+
+def register(cls: Any) -> Any:
+    """Make a class a node of optree's and of torch's pytrees, in their global namespaces.
+
+    The class has `TREE_FIELDS`, the names of the children, `tree_flatten(self) -> (children, aux)` with a hashable
+    aux, and `tree_unflatten(aux, children)`.
+    """
+
+    def flatten_node(node: Any) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:
+        kids, aux = node.tree_flatten()
+        return tuple(kids), aux, cls.TREE_FIELDS
+
+    def torch_flatten_node(node: Any) -> tuple[list[Any], Any]:
+        kids, aux = node.tree_flatten()
+        return list(kids), aux
+
+    optree.register_pytree_node(
+        cls,
+        flatten_node,
+        cls.tree_unflatten,
+        path_entry_type=optree.GetAttrEntry,
+        namespace=GLOBAL_NAMESPACE,
+    )
+    torch_pytree.register_pytree_node(
+        cls,
+        torch_flatten_node,
+        lambda kids, aux: cls.tree_unflatten(aux, kids),
+        serialized_type_name=f"functional_lowbit.{cls.__name__}",
+    )
+    return cls

@@ -1,0 +1,115 @@
+"""chain: apply transformations one after the other."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from functional_lowbit._base import EmptyState, GradientTransformation, Tree, call_update
+from functional_lowbit._leafwise import leafwise, rest_in_float32
+from functional_lowbit._parts import Composite, Rest, init_with
+
+
+class Chain(Composite):
+    """The `update` of a chain."""
+
+    sequential = True
+
+    def __init__(self, inner: Sequence[GradientTransformation]):
+        self.inner = tuple(inner)
+
+    def init(self, params: Tree) -> tuple[Any, ...]:
+        """A tuple of the parts' states."""
+        return self.init_state(params, rest_in_float32)
+
+    def init_state(self, params: Tree, rest: Rest) -> tuple[Any, ...]:
+        """A tuple of the parts' states."""
+        return tuple(init_with(tx, params, rest) for tx in self.inner)
+
+    def split(self, state: Any) -> Sequence[Any]:
+        """The parts' states."""
+        if not isinstance(state, tuple) or len(state) != len(self.inner):
+            got = f"{type(state).__name__} of {len(state)}" if isinstance(state, tuple) else type(state).__name__
+            raise ValueError(
+                f"chain.update: the state must be a tuple of {len(self.inner)} states, got {got}; it was made for "
+                "another transformation"
+            )
+        return state
+
+    def join(self, state: Any, states: Sequence[Any]) -> tuple[Any, ...]:
+        """A tuple again."""
+        return tuple(states)
+
+    def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
+        """Each part's update on what the one before it returned."""
+        new = []
+        for tx, part_state in zip(self.inner, self.split(state), strict=True):
+            updates, part_state = call_update(tx.update, updates, part_state, params, extra)
+            new.append(part_state)
+        return updates, self.join(state, new)
+
+
+def chain(*transformations: GradientTransformation) -> GradientTransformation:
+    """Apply transformations one after the other: the updates of each are given to the next.
+
+    Args:
+        *transformations: Any number of (init, update) pairs, ours or a user's.
+
+    Returns:
+        A transformation whose state is the tuple of their states.
+
+    Raises:
+        TypeError: for an argument without `init` and `update`.
+
+    References:
+        optax.chain.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> tx = fl.chain(fl.clip(1.0), fl.scale(-0.5))
+        >>> tx.update(torch.tensor([0.5, 4.0]), tx.init(torch.zeros(2)))[0]
+        tensor([-0.2500, -0.5000])
+    """
+    for i, tx in enumerate(transformations):
+        if not (hasattr(tx, "init") and hasattr(tx, "update")):
+            raise TypeError(f"chain: argument {i} must be a GradientTransformation, got {type(tx).__name__}")
+    part = Chain(transformations)
+    return GradientTransformation(part.init, part)
+
+
+def identity() -> GradientTransformation:
+    """Return the updates as they are.
+
+    References:
+        optax.identity.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> fl.identity().update(torch.ones(1), fl.identity().init(torch.ones(1)))
+        (tensor([1.]), EmptyState())
+    """
+    return leafwise(_identity, name="identity")
+
+
+def _identity(g: Any, s: EmptyState, p: Any, c: Any) -> Any:
+    return g, s
+
+
+def stateless(update: Callable[[Tree, Tree], Tree]) -> GradientTransformation:
+    """A transformation from a function of whole trees, without state.
+
+    Args:
+        update: `update(updates, params) -> updates`, pure.
+
+    References:
+        optax.stateless.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> tx = fl.stateless(lambda updates, params: fl.tree.scale(2.0, updates))
+        >>> tx.update(torch.ones(1), tx.init(torch.ones(1)))[0]
+        tensor([2.])
+    """
+
+    def update_fn(updates: Tree, state: EmptyState, params: Tree = None) -> tuple[Tree, EmptyState]:
+        return update(updates, params), state
+
+    return GradientTransformation(lambda params: EmptyState(), update_fn)

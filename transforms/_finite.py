@@ -1,0 +1,132 @@
+"""apply_if_finite: leave a step out if a gradient is NaN or Inf."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_lowbit import _tree
+from functional_lowbit._base import GradientTransformation, Tree, call_update
+from functional_lowbit._leafwise import rest_in_float32
+from functional_lowbit._parts import Gated, Rest, init_with
+from functional_lowbit.sharding import ShardSpec, local_of, sum_over_shards, wrap
+
+
+class ApplyIfFiniteState(NamedTuple):
+    """How often steps were left out; the same on every rank."""
+
+    notfinite_count: Tensor  # int64[]; non-finite gradients in a row
+    last_finite: Tensor  # bool[]; whether the last gradient was finite
+    total_notfinite: Tensor  # int64[]; non-finite gradients in all
+    inner_state: Any
+
+
+class ApplyIfFinite(Gated):
+    """The `update` of `apply_if_finite`."""
+
+    def __init__(self, inner: GradientTransformation, max_consecutive_errors: int):
+        self.inner = (inner,)
+        self.max_consecutive_errors = max_consecutive_errors
+
+    def init(self, params: Tree) -> ApplyIfFiniteState:
+        """The inner state, and counters at 0."""
+        return self.init_state(params, rest_in_float32)
+
+    def init_state(self, params: Tree, rest: Rest) -> ApplyIfFiniteState:
+        """The inner state, and counters at 0."""
+        return ApplyIfFiniteState(
+            notfinite_count=torch.zeros((), dtype=torch.int64),
+            last_finite=torch.ones((), dtype=torch.bool),
+            total_notfinite=torch.zeros((), dtype=torch.int64),
+            inner_state=init_with(self.inner[0], params, rest),
+        )
+
+    def split(self, state: Any) -> Sequence[Any]:
+        """The inner state."""
+        if not isinstance(state, ApplyIfFiniteState):
+            raise ValueError(
+                f"apply_if_finite.update: the state must be an ApplyIfFiniteState, got {type(state).__name__}; it was "
+                "made for another transformation"
+            )
+        return (state.inner_state,)
+
+    def join(self, state: Any, states: Sequence[Any]) -> ApplyIfFiniteState:
+        """The same counters around a new inner state."""
+        return state._replace(inner_state=states[0])
+
+    def decide(self, updates: Tree, state: Any) -> tuple[Tensor, Any]:
+        """Whether this step is made (bool[]), and the state with its counters moved on."""
+        finite = all_finite(updates).to(state.last_finite.device)
+        count = torch.where(finite, 0, state.notfinite_count + 1)
+        apply = finite | (count > self.max_consecutive_errors)
+        return apply, state._replace(
+            notfinite_count=count,
+            last_finite=finite,
+            total_notfinite=state.total_notfinite + torch.where(finite, 0, 1),
+        )
+
+    def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
+        """The inner update, or zeros and the old inner state."""
+        inner_state = self.split(state)[0]
+        apply, counted = self.decide(updates, state)
+        new_updates, new_inner = call_update(self.inner[0].update, updates, inner_state, params, extra)
+        kept = _select(apply, new_updates, _tree.map_leaves(torch.zeros_like, new_updates))
+        return kept, counted._replace(inner_state=_select(apply, new_inner, inner_state))
+
+
+def _select(apply: Tensor, new: Tree, old: Tree) -> Tree:
+    """The new or the old tree, shard by shard."""
+
+    def pick(n: Any, o: Any) -> Any:
+        if not isinstance(n, Tensor):
+            return n
+        return wrap(torch.where(apply, local_of(n), local_of(o)), ShardSpec.of(o))
+
+    return _tree.map_leaves(pick, new, old)
+
+
+def all_finite(tree: Tree) -> Tensor:
+    """Whether no element of any leaf is NaN or Inf: bool[], the same on every rank. All ranks must call it together."""
+    leaves = _tree.leaves(tree)
+    if not leaves:
+        return torch.ones((), dtype=torch.bool)
+    return sum_over_shards((_not_finite(local_of(x)), ShardSpec.of(x)) for x in leaves) == 0
+
+
+def _not_finite(x: Tensor) -> Tensor:
+    """int64[]: 1 if a local tensor holds a NaN or an Inf. The largest magnitude is NaN if any element is."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=x.device)
+    return torch.where(torch.linalg.vector_norm(x, float("inf")).isfinite(), 0, 1)
+
+
+def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int = 5) -> GradientTransformation:
+    """Leave a step out if a gradient has a NaN or an Inf: updates are 0, and the inner state stays as it is.
+
+    After more than `max_consecutive_errors` non-finite gradients in a row, updates are applied all the same, so that
+    the failure shows. With sharded gradients, all ranks decide together and count alike.
+
+    Args:
+        inner: The transformation.
+        max_consecutive_errors: Steps in a row that may be left out, >= 0.
+
+    Raises:
+        ValueError: for a number of errors that is no int or below 0.
+
+    References:
+        optax.apply_if_finite (which has no default for the number of errors).
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> tx = fl.apply_if_finite(fl.sgd(0.1))
+        >>> updates, state = tx.update(torch.tensor([float("nan"), 1.0]), tx.init(torch.zeros(2)))
+        >>> updates, state.total_notfinite
+        (tensor([0., 0.]), tensor(1))
+    """
+    if not isinstance(max_consecutive_errors, int) or max_consecutive_errors < 0:
+        raise ValueError(
+            f"apply_if_finite: max_consecutive_errors must be an int of at least 0, got {max_consecutive_errors!r}"
+        )
+    part = ApplyIfFinite(inner, max_consecutive_errors)
+    return GradientTransformation(part.init, part)
