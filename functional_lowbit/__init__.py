@@ -10,7 +10,10 @@ from functional_lowbit._base import GradientTransformation as GradientTransforma
 from functional_lowbit._base import NonNegative as NonNegative
 from functional_lowbit._base import Signed as Signed
 from functional_lowbit._base import StepState as StepState
+from functional_lowbit._checkpoint import load_state_dict as load_state_dict
+from functional_lowbit._checkpoint import state_dict as state_dict
 from functional_lowbit._compile import compile as compile
+from functional_lowbit._describe import describe as describe
 from functional_lowbit._leafwise import leafwise as leafwise
 from functional_lowbit._low_bit import low_bit as low_bit
 from functional_lowbit._norm import global_norm as global_norm

@@ -1,0 +1,102 @@
+"""describe: what a state is made of, how many bytes it takes, and why."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from functional_lowbit import _tree
+from functional_lowbit._base import moments_of
+from functional_lowbit._quantized import QuantizedTensor
+from functional_lowbit.sharding import local_of
+
+
+class Row(NamedTuple):
+    """One leaf of a state."""
+
+    path: str  # for instance 0.mu.layers.0.weight
+    format: str  # the format's name, or the dtype of a plain tensor
+    shape: tuple[int, ...]  # global
+    bytes: int  # on this rank
+    why: str  # why it rests like this
+
+
+class Report(NamedTuple):
+    """What `describe` found. `str()` is a table."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all leaves on this rank."""
+        return sum(row.bytes for row in self.rows)
+
+    def __str__(self) -> str:
+        cells = [("path", "format", "shape", "bytes", "why")]
+        cells += [(r.path, r.format, str(r.shape), f"{r.bytes:,}", r.why) for r in self.rows]
+        cells.append(("total", "", "", f"{self.total_bytes:,}", ""))
+        widths = [max(len(line[i]) for line in cells) for i in range(5)]
+        lines = []
+        for line in cells:
+            padded = [c.rjust(w) if i == 3 else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
+            lines.append("  ".join(padded).rstrip())
+        return "\n".join(lines)
+
+
+def describe(state: Any) -> Report:
+    """A report of a state: for each leaf its path, format, global shape, bytes on this rank, and the reason.
+
+    Args:
+        state: The state of any transformation.
+
+    Returns:
+        A `Report` with `.rows` and `.total_bytes`; `print` shows it as a table.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> print(fl.describe(fl.lion8bit(1e-3).init({"w": torch.zeros(64, 64), "b": torch.zeros(64)})))
+        path    format      shape     bytes  why
+        0.step  int64       ()            8  shared by all leaves
+        0.mu.b  float32     (64,)       256  fewer than 4,096 elements
+        0.mu.w  companded8  (64, 64)  4,352  at least 4,096 elements
+        total                         4,616
+    """
+    rows: list[Row] = []
+    for path, leaf, threshold, is_moment in _leaves(state, "", None, False):
+        if isinstance(leaf, QuantizedTensor):
+            rows.append(Row(path, leaf.format.name, leaf.shape, leaf.nbytes, _why_stored(leaf)))
+        elif isinstance(leaf, Tensor):
+            why = _why_plain(leaf, threshold) if is_moment else "shared by all leaves"
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            rows.append(Row(path, dtype, tuple(leaf.shape), local_of(leaf).nbytes, why))
+    return Report(tuple(rows))
+
+
+def _why_stored(leaf: QuantizedTensor) -> str:
+    threshold = leaf.layout.threshold
+    why = "chosen by where" if threshold is None else f"at least {threshold:,} elements"
+    return why + "; the mesh cuts its rows, so each shard has blocks of its own" if leaf.layout.cut else why
+
+
+def _why_plain(leaf: Tensor, threshold: int | None) -> str:
+    if threshold is None:
+        return "not stored in few bits"
+    if leaf.numel() < threshold:
+        return f"fewer than {threshold:,} elements"
+    return "rows too short to gain by it"
+
+
+def _leaves(node: Any, path: str, threshold: int | None, is_moment: bool) -> Iterator[tuple[str, Any, int | None, bool]]:
+    """(path, leaf, threshold of the leaf's moment field, whether it belongs to a moment)."""
+    level = None if isinstance(node, QuantizedTensor) else _tree.children(node)
+    if level is None:
+        yield path, node, threshold, is_moment
+        return
+    declared = moments_of(type(node))
+    for kid, name in zip(level[0], level[1], strict=True):
+        inside = f"{path}.{name}" if path else name
+        if name in declared:
+            found = [x.layout.threshold for _, x, _, _ in _leaves(kid, "", None, True) if isinstance(x, QuantizedTensor)]
+            yield from _leaves(kid, inside, next((t for t in found if t is not None), None), True)
+        else:
+            yield from _leaves(kid, inside, threshold, is_moment)
