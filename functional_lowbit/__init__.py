@@ -1,49 +1,46 @@
 """Functional optimizers with low-bit state for PyTorch."""
 
-from functional_lowbit import formats as formats
-from functional_lowbit import schedules as schedules
-from functional_lowbit import sharding as sharding
-from functional_lowbit import tree as tree
+from functional_lowbit import formats as formats, schedules as schedules, sharding as sharding, tree as tree
 from functional_lowbit._apply import apply_updates as apply_updates
-from functional_lowbit._base import EmptyState as EmptyState
-from functional_lowbit._base import GradientTransformation as GradientTransformation
-from functional_lowbit._base import NonNegative as NonNegative
-from functional_lowbit._base import Signed as Signed
-from functional_lowbit._base import StepState as StepState
-from functional_lowbit._checkpoint import load_state_dict as load_state_dict
-from functional_lowbit._checkpoint import state_dict as state_dict
+from functional_lowbit._base import (
+    EmptyState as EmptyState,
+    GradientTransformation as GradientTransformation,
+    NonNegative as NonNegative,
+    Signed as Signed,
+    StepState as StepState,
+)
+from functional_lowbit._checkpoint import load_state_dict as load_state_dict, state_dict as state_dict
 from functional_lowbit._compile import compile as compile
 from functional_lowbit._describe import describe as describe
 from functional_lowbit._leafwise import leafwise as leafwise
 from functional_lowbit._low_bit import low_bit as low_bit
 from functional_lowbit._norm import global_norm as global_norm
-from functional_lowbit._quantized import QuantizedTensor as QuantizedTensor
-from functional_lowbit._quantized import quantize as quantize
-from functional_lowbit.transforms._adam import ScaleByAdamState as ScaleByAdamState
-from functional_lowbit.transforms._adam import adam as adam
-from functional_lowbit.transforms._adam import adam8bit as adam8bit
-from functional_lowbit.transforms._adam import adamw as adamw
-from functional_lowbit.transforms._adam import adamw8bit as adamw8bit
-from functional_lowbit.transforms._adam import scale_by_adam as scale_by_adam
-from functional_lowbit.transforms._chain import chain as chain
-from functional_lowbit.transforms._chain import identity as identity
-from functional_lowbit.transforms._chain import stateless as stateless
-from functional_lowbit.transforms._clip import clip as clip
-from functional_lowbit.transforms._clip import clip_by_global_norm as clip_by_global_norm
+from functional_lowbit._quantized import QuantizedTensor as QuantizedTensor, quantize as quantize
+from functional_lowbit.transforms._adam import (
+    ScaleByAdamState as ScaleByAdamState,
+    adam as adam,
+    adam8bit as adam8bit,
+    adamw as adamw,
+    adamw8bit as adamw8bit,
+    scale_by_adam as scale_by_adam,
+)
+from functional_lowbit.transforms._chain import chain as chain, identity as identity, stateless as stateless
+from functional_lowbit.transforms._clip import clip as clip, clip_by_global_norm as clip_by_global_norm
 from functional_lowbit.transforms._decay import add_decayed_weights as add_decayed_weights
-from functional_lowbit.transforms._finite import ApplyIfFiniteState as ApplyIfFiniteState
-from functional_lowbit.transforms._finite import apply_if_finite as apply_if_finite
-from functional_lowbit.transforms._lion import ScaleByLionState as ScaleByLionState
-from functional_lowbit.transforms._lion import lion as lion
-from functional_lowbit.transforms._lion import lion8bit as lion8bit
-from functional_lowbit.transforms._lion import scale_by_lion as scale_by_lion
-from functional_lowbit.transforms._masked import MaskedNode as MaskedNode
-from functional_lowbit.transforms._masked import MaskedState as MaskedState
-from functional_lowbit.transforms._masked import masked as masked
-from functional_lowbit.transforms._scale import scale as scale
-from functional_lowbit.transforms._scale import scale_by_learning_rate as scale_by_learning_rate
-from functional_lowbit.transforms._scale import scale_by_schedule as scale_by_schedule
-from functional_lowbit.transforms._sgd import TraceState as TraceState
-from functional_lowbit.transforms._sgd import sgd as sgd
-from functional_lowbit.transforms._sgd import sgd8bit as sgd8bit
-from functional_lowbit.transforms._sgd import trace as trace
+from functional_lowbit.transforms._finite import (
+    ApplyIfFiniteState as ApplyIfFiniteState,
+    apply_if_finite as apply_if_finite,
+)
+from functional_lowbit.transforms._lion import (
+    ScaleByLionState as ScaleByLionState,
+    lion as lion,
+    lion8bit as lion8bit,
+    scale_by_lion as scale_by_lion,
+)
+from functional_lowbit.transforms._masked import MaskedNode as MaskedNode, MaskedState as MaskedState, masked as masked
+from functional_lowbit.transforms._scale import (
+    scale as scale,
+    scale_by_learning_rate as scale_by_learning_rate,
+    scale_by_schedule as scale_by_schedule,
+)
+from functional_lowbit.transforms._sgd import TraceState as TraceState, sgd as sgd, sgd8bit as sgd8bit, trace as trace

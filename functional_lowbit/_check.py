@@ -40,8 +40,11 @@ def finite(speaker: str, name: str, value: Tensor) -> Tensor:
     """
     if value.ndim != 0:
         raise ValueError(f"{speaker}: {name} must be 0-d at each step, got shape {tuple(value.shape)}")
-    if value.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(value):
-        number = float(value)
+    if value.device.type == "cpu":
+        try:
+            number = float(value)
+        except RuntimeError:  # inside torch.func.vmap there is no one number to look at
+            return value
         if not math.isfinite(number):
             raise ValueError(f"{speaker}: {name} must be finite at each step, got {number}")
     return value
@@ -54,8 +57,8 @@ def params(speaker: str, paths: Sequence[str], leaves: Sequence[Any]) -> None:
             raise TypeError(f"{speaker}: params{_at(path)} must be a tensor, got {type(leaf).__name__}")
         if leaf.dtype not in FLOATS:
             raise TypeError(
-                f"{speaker}: params{_at(path)} must be float16, bfloat16, float32 or float64, got {leaf.dtype}; leave it "
-                "out of the tree or mask it with fl.masked"
+                f"{speaker}: params{_at(path)} must be float16, bfloat16, float32 or float64, got {leaf.dtype}; leave "
+                "it out of the tree or mask it with fl.masked"
             )
 
 

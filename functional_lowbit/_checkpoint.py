@@ -72,12 +72,14 @@ def load_state_dict(state: Any, saved: Mapping[str, Any]) -> Any:
         tensor(0)
     """
     if SCHEMA not in saved:
-        raise ValueError(f"load_state_dict: saved has no entry {SCHEMA!r}; it must come from functional_lowbit.state_dict")
+        raise ValueError(
+            f"load_state_dict: saved has no entry {SCHEMA!r}; it must come from functional_lowbit.state_dict"
+        )
     document = json.loads(saved[SCHEMA])
     if document.get("version") != VERSION:
         raise ValueError(f"load_state_dict: the schema's version must be {VERSION}, got {document.get('version')!r}")
     schema = document["leaves"]
-    wanted = {path: leaf for path, leaf in _named_leaves(state, "")}
+    wanted = dict(_named_leaves(state, ""))
     for path in wanted:
         if path not in schema:
             raise ValueError(f"load_state_dict: saved has no leaf {path!r}, which the state has")
@@ -146,7 +148,9 @@ def _describe(path: str, leaf: Any) -> dict[str, Any]:
         return {"kind": "tensor", "dtype": str(leaf.dtype).removeprefix("torch."), "shape": list(leaf.shape)}
     if isinstance(leaf, (bool, int, float, str)):
         return {"kind": type(leaf).__name__}
-    raise TypeError(f"state_dict: leaf {path!r} must be a tensor, a bool, a number or a string, got {type(leaf).__name__}")
+    raise TypeError(
+        f"state_dict: leaf {path!r} must be a tensor, a bool, a number or a string, got {type(leaf).__name__}"
+    )
 
 
 def _checked(path: str, own: Any, saved: Any) -> Any:

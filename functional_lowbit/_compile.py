@@ -76,8 +76,10 @@ class _Run:
         """The updates as the user would see them; None at leaves that are skipped or not active."""
         leaves = []
         for i, u in enumerate(self.updates):
-            seen = u is not None and (active is None or active[i])
-            leaves.append(None if not seen else u if self.as_given else wrap(u, self.specs[i]))
+            if u is None or (active is not None and not active[i]):
+                leaves.append(None)
+            else:
+                leaves.append(u if self.as_given else wrap(u, self.specs[i]))
         return _tree.unflatten(self.treedef, leaves)
 
     def param_tree(self) -> Tree:
@@ -200,7 +202,7 @@ class Step:
         return _into_old(new_state, state)
 
     def _run_leaf_ops(self, run: _Run, pending: list[int], apply: bool) -> None:
-        """Run neighbouring leaf functions as one kernel on each leaf, and add the updates to the parameters if asked."""
+        """Run neighbouring leaf functions as one kernel, and add the updates to the parameters if asked."""
         run.localize()
         groups: dict[Any, list[int]] = {}
         for i, update in enumerate(run.updates):
@@ -221,7 +223,8 @@ class Step:
             if kernel is None:
                 kernel = self._used[key] = _kernel_for(key, self._backend)
             scalars = _vector(
-                [g.float() for g in run.gates.values()] + [x for j in ops for x in run.shared[j].scalars.values()], device
+                [g.float() for g in run.gates.values()] + [x for j in ops for x in run.shared[j].scalars.values()],
+                device,
             )
             shaped = [True, True, *(s for cs in codecs for c in cs for s in _shaped(c))]
             if not apply:

@@ -86,7 +86,9 @@ def _why_plain(leaf: Tensor, threshold: int | None) -> str:
     return "rows too short to gain by it"
 
 
-def _leaves(node: Any, path: str, threshold: int | None, is_moment: bool) -> Iterator[tuple[str, Any, int | None, bool]]:
+def _leaves(
+    node: Any, path: str, threshold: int | None, is_moment: bool
+) -> Iterator[tuple[str, Any, int | None, bool]]:
     """(path, leaf, threshold of the leaf's moment field, whether it belongs to a moment)."""
     level = None if isinstance(node, QuantizedTensor) else _tree.children(node)
     if level is None:
@@ -96,7 +98,9 @@ def _leaves(node: Any, path: str, threshold: int | None, is_moment: bool) -> Ite
     for kid, name in zip(level[0], level[1], strict=True):
         inside = f"{path}.{name}" if path else name
         if name in declared:
-            found = [x.layout.threshold for _, x, _, _ in _leaves(kid, "", None, True) if isinstance(x, QuantizedTensor)]
+            found = [
+                x.layout.threshold for _, x, _, _ in _leaves(kid, "", None, True) if isinstance(x, QuantizedTensor)
+            ]
             yield from _leaves(kid, inside, next((t for t in found if t is not None), None), True)
         else:
             yield from _leaves(kid, inside, threshold, is_moment)

@@ -63,13 +63,15 @@ def make_kernel(key: KernelKey) -> Callable[..., None]:
         for (update_leaf, state_class, names, codecs, scalar_names, gates), c_class in zip(
             stages, records, strict=True
         ):
-            fields = dict.fromkeys(state_class._fields)
+            fields: dict[str, Any] = dict.fromkeys(state_class._fields)
             places = []
             for name, codec in zip(names, codecs, strict=True):
                 parts = rest[at : at + (1 if codec is None else codec.parts)]
                 at += len(parts)
                 places.append(parts)
-                fields[name] = parts[0] if codec is None else codec.decode(parts[0], parts[1] if len(parts) > 1 else None)
+                fields[name] = (
+                    parts[0] if codec is None else codec.decode(parts[0], parts[1] if len(parts) > 1 else None)
+                )
             c = c_class(*[scalars[scalar_at + i] for i in range(len(scalar_names))])
             scalar_at += len(scalar_names)
             u, new = update_leaf(u, state_class(**fields), p32, c)

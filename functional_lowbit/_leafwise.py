@@ -96,7 +96,9 @@ class Leafwise(Part):
             derived.update(self.scalars(state, h))
         if self.prepare is not None:
             derived.update(self.prepare(updates, state, params, h))
-        new_state = {name: derived[name].to(getattr(state, name).dtype) for name in self.shared_fields if name in derived}
+        new_state = {
+            name: derived[name].to(getattr(state, name).dtype) for name in self.shared_fields if name in derived
+        }
         if "step" in self.shared_fields and "step" not in new_state:
             new_state["step"] = state.step + 1
         scalars = {name: value.float() for name, value in derived.items()}
@@ -173,9 +175,7 @@ def as_sharded(u: Tensor, p: Tensor) -> tuple[Tensor, ShardSpec | None]:
     return u, spec
 
 
-def rest_in_float32(
-    field: str, moment: Moment, path: str, param: Tensor, value: Callable[[], Tensor] | None
-) -> Tensor:
+def rest_in_float32(field: str, moment: Moment, path: str, param: Tensor, value: Callable[[], Tensor] | None) -> Tensor:
     """Keep a new moment as float32, shaped and sharded like its parameter, whatever the default dtype."""
     local = local_of(param)
     if value is None:
@@ -252,22 +252,23 @@ def leafwise(
         >>> tx.update({"w": torch.tensor([3.0, -2.0])}, tx.init({"w": torch.zeros(2)}))[0]
         {'w': tensor([-0.5000,  0.5000])}
     """
-    name = name or getattr(update, "__name__", "leafwise").strip("_")
+    speaker: str = name or getattr(update, "__name__", "leafwise").strip("_")
     hyperparams = dict(hyperparams or {})
     for key, value in hyperparams.items():
-        _check.hyperparameter(name, key, value)
+        _check.hyperparameter(speaker, key, value)
     scheduled = [k for k, v in hyperparams.items() if not isinstance(v, (Tensor, int, float))]
     if state is None:
         state = StepState if scheduled else EmptyState
-    if not (isinstance(state, type) and issubclass(state, tuple) and hasattr(state, "_fields")):
+    fields = getattr(state, "_fields", None)
+    if not isinstance(state, type) or fields is None:
         raise TypeError(f"leafwise: state must be a NamedTuple class, got {state!r}")
-    if scheduled and "step" not in state._fields:
+    if scheduled and "step" not in fields:
         raise ValueError(
-            f"leafwise: {name} has a schedule for {scheduled[0]}, so its state class {state.__name__} needs a field "
+            f"leafwise: {speaker} has a schedule for {scheduled[0]}, so its state class {state.__name__} needs a field "
             "`step: Tensor`"
         )
     part = Leafwise(
-        name=name,
+        name=speaker,
         update_leaf=update,
         state_class=state,
         moments=moments_of(state),

@@ -67,7 +67,9 @@ class LowBit(Composite):
                 f"{', '.join(sorted(seen))}"
             )
         if self.where is not None and seen and not stored:
-            raise ValueError("low_bit: where matched no leaf; it is called as where(path, leaf), path like 'a.0.weight'")
+            raise ValueError(
+                "low_bit: where matched no leaf; it is called as where(path, leaf), path like 'a.0.weight'"
+            )
         return state
 
     def layout(self, field: str, moment: Moment, path: str, param: Tensor) -> Layout | None:

@@ -64,7 +64,7 @@ class Layout(NamedTuple):
     def empty_codes(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """This rank's codes and scales of a tensor of zeros, as `store` takes them."""
         codec = self.format.codec(self.signed)
-        if not self.format.scaled:
+        if codec.zero_scale is None:
             return torch.full(self.local_shape(), codec.zero_code, dtype=codec.dtype, device=device), None
         grid = self.local_grid()
         codes = torch.full((grid.n_blocks, codec.width(grid.block)), codec.zero_code, dtype=codec.dtype, device=device)
@@ -141,15 +141,14 @@ class QuantizedTensor:
     @classmethod
     def tree_unflatten(cls, layout: Layout, children: Any) -> "QuantizedTensor":
         """For the pytree registries."""
-        return cls(*children, layout)
+        codes, scales = children
+        return cls(codes, scales, layout)
 
     def __repr__(self) -> str:
         return f"QuantizedTensor({self.format.name}, shape={self.shape}, block_size={self.block_size})"
 
 
-def quantize(
-    x: Tensor, format: str | Format, *, signed: bool = True, block_size: int | None = None
-) -> QuantizedTensor:
+def quantize(x: Tensor, format: str | Format, *, signed: bool = True, block_size: int | None = None) -> QuantizedTensor:
     """Store a tensor in few bits.
 
     Args:
@@ -190,12 +189,14 @@ def encode(local: Tensor, layout: Layout) -> QuantizedTensor:
         if local.numel() == 0:
             return zeros(layout, local.device)
         local = layout.local_grid().to_blocks(local)
-    return layout.store(*codec.encode(local))
+    codes, scales = codec.encode(local)
+    return layout.store(codes, scales)
 
 
 def zeros(layout: Layout, device: torch.device) -> QuantizedTensor:
     """A quantized tensor of zeros; no float32 tensor of its size is made."""
-    return layout.store(*layout.empty_codes(device))
+    codes, scales = layout.empty_codes(device)
+    return layout.store(codes, scales)
 
 
 def check_block_size(speaker: str, block_size: Any) -> int:

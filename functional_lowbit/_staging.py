@@ -121,4 +121,4 @@ def _run_staged(batch: list[Leaf], shaped: Sequence[bool], call: Callable[[list[
                 part.view(place.shape) if leaf.grid is None else leaf.grid.from_blocks(part, place.shape)
                 for leaf, part, place in zip(batch, parts, places, strict=True)
             ]
-        torch._foreach_copy_(places, list(parts))
+        torch._foreach_copy_(places, list(parts))  # pyright: ignore[reportPrivateImportUsage]

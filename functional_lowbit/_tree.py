@@ -5,7 +5,10 @@ from typing import Any
 
 import optree
 import torch.utils._pytree as torch_pytree
-from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
+from optree.registry import (
+    __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE,
+    _NODETYPE_REGISTRY,
+)
 from torch import Tensor
 
 from functional_lowbit._base import Tree
@@ -26,7 +29,7 @@ def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
 
 def _namespace_of(cls: type) -> str | None:
     """The namespace of optree in which a user registered a class; without it optree would take the node for a leaf."""
-    for key in optree.registry._NODETYPE_REGISTRY:  # noqa: SLF001  there is no public way to ask
+    for key in _NODETYPE_REGISTRY:  # there is no public way to ask
         if isinstance(key, tuple) and key[1] is cls:
             return key[0]
     return None
@@ -70,7 +73,9 @@ def children(node: Any) -> tuple[list[Any], list[str], Callable[[Sequence[Any]],
     if isinstance(node, Tensor):
         return None
     try:
-        kids, metadata, entries, rebuild = optree.tree_flatten_one_level(node, namespace=_namespace_of(type(node)) or "")
+        kids, metadata, entries, rebuild = optree.tree_flatten_one_level(
+            node, namespace=_namespace_of(type(node)) or ""
+        )
     except ValueError:  # optree's answer for a leaf
         return None
     entries = getattr(node, "_fields", entries)

@@ -28,9 +28,7 @@ def constant_schedule(value: float) -> Schedule:
     return lambda step: torch.full_like(_as_float(step), value)
 
 
-def linear_schedule(
-    init_value: float, end_value: float, transition_steps: int, transition_begin: int = 0
-) -> Schedule:
+def linear_schedule(init_value: float, end_value: float, transition_steps: int, transition_begin: int = 0) -> Schedule:
     """A straight line from one value to another, and constant before and after.
 
     Args:
@@ -125,7 +123,11 @@ def warmup_cosine_decay_schedule(
     _check_steps("warmup_cosine_decay_schedule", "warmup_steps", warmup_steps, 0)
     _check_steps("warmup_cosine_decay_schedule", "decay_steps", decay_steps, warmup_steps + 1)
     _check_values(
-        "warmup_cosine_decay_schedule", init_value=init_value, peak_value=peak_value, end_value=end_value, exponent=exponent
+        "warmup_cosine_decay_schedule",
+        init_value=init_value,
+        peak_value=peak_value,
+        end_value=end_value,
+        exponent=exponent,
     )
     alpha = 0.0 if peak_value == 0.0 else end_value / peak_value
     down = cosine_decay_schedule(peak_value, decay_steps - warmup_steps, alpha, exponent)

@@ -187,7 +187,9 @@ def from_local(locals_: Tree, specs: Tree) -> Tree:
         {'w': tensor([1., 1.])}
     """
     leaves, treedef = _tree.flatten(locals_)
-    return _tree.unflatten(treedef, [wrap(x, s) for x, s in zip(leaves, _tree.flatten_up_to(treedef, specs), strict=True)])
+    return _tree.unflatten(
+        treedef, [wrap(x, s) for x, s in zip(leaves, _tree.flatten_up_to(treedef, specs), strict=True)]
+    )
 
 
 def sum_over_shards(parts: Iterable[tuple[Tensor, ShardSpec | None]]) -> Tensor:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from functional_lowbit import _tree
 from functional_lowbit._base import Tree
-from functional_lowbit._norm import global_norm as norm
 
 
 def map(function: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:

@@ -58,9 +58,7 @@ def clip_by_global_norm(max_norm: Hyper) -> GradientTransformation:
         tensor([0.6000, 0.8000])
     """
     _check.hyperparameter("clip_by_global_norm", "max_norm", max_norm, at_least=0.0)
-    return leafwise(
-        _scale_down, hyperparams={"max_norm": max_norm}, prepare=_shrink_factor, name="clip_by_global_norm"
-    )
+    return leafwise(_scale_down, hyperparams={"max_norm": max_norm}, prepare=_shrink_factor, name="clip_by_global_norm")
 
 
 def _shrink_factor(updates: Any, s: Any, params: Any, h: Any) -> dict[str, torch.Tensor]:

@@ -29,9 +29,7 @@ def add_decayed_weights(weight_decay: Hyper = 0.0, mask: Mask | None = None) -> 
         tensor([0.2000])
     """
     _check.hyperparameter("add_decayed_weights", "weight_decay", weight_decay, at_least=0.0)
-    tx = leafwise(
-        _decay, hyperparams={"weight_decay": weight_decay}, needs_params=True, name="add_decayed_weights"
-    )
+    tx = leafwise(_decay, hyperparams={"weight_decay": weight_decay}, needs_params=True, name="add_decayed_weights")
     return tx if mask is None else masked(tx, mask)
 
 

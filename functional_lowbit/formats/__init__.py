@@ -1,11 +1,9 @@
 """Storage formats for moments, by name."""
 
-from functional_lowbit.formats._format import Codec as Codec
-from functional_lowbit.formats._format import Format as Format
+from functional_lowbit.formats._format import Codec as Codec, Format as Format
 from functional_lowbit.formats.companded import companded8 as companded8
 from functional_lowbit.formats.dynamic import dynamic8 as dynamic8
-from functional_lowbit.formats.floats import bfloat16 as bfloat16
-from functional_lowbit.formats.floats import float32 as float32
+from functional_lowbit.formats.floats import bfloat16 as bfloat16, float32 as float32
 
 _TABLE: dict[str, Format] = {f.name: f for f in (companded8, dynamic8, bfloat16, float32)}
 
