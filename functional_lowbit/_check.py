@@ -119,7 +119,12 @@ def moments(speaker: str, field: str, paths: Sequence[str], leaves: Sequence[Any
 
 
 def moment_shape(speaker: str, field: str, path: str, leaf: Any, value: Any) -> None:
-    """Refuse a moment that was made for a parameter of another shape."""
+    """Refuse a moment that was made for a parameter of another shape, or for none."""
+    if not hasattr(value, "shape"):
+        raise ValueError(
+            f"{speaker}: state.{field}{_at(path)} must be a moment, got {type(value).__name__}; the state was made for "
+            "other parameters or with another mask"
+        )
     if tuple(value.shape) != tuple(leaf.shape):
         raise ValueError(
             f"{speaker}: state.{field}{_at(path)} has shape {tuple(value.shape)}, but its parameter has "

@@ -197,9 +197,11 @@ class Step:
     def _call_opaque(self, run: _Run, op: OpaqueOp, state: Any) -> Any:
         """Call an update whose inside is not known, on the trees that the user would see."""
         updates, new_state = call_update(op.update, run.update_tree(), state, run.param_tree(), run.extra)
-        run.updates = _tree.flatten_up_to(run.treedef, updates)
+        # What comes back may be a part of the old state or of the parameters, which are written to from here on.
+        written = _storages(state) | _storages(run.params)
+        run.updates = [_apart(u, written) for u in _tree.flatten_up_to(run.treedef, updates)]
         run.as_given = True
-        return _into_old(new_state, state)
+        return _into_old(new_state, state, written)
 
     def _run_leaf_ops(self, run: _Run, pending: list[int], apply: bool) -> None:
         """Run neighbouring leaf functions as one kernel, and add the updates to the parameters if asked."""
@@ -307,15 +309,30 @@ def _copy(x: Any) -> Any:
     return wrap(local_of(x).clone(), ShardSpec.of(x)) if isinstance(x, Tensor) else x
 
 
-def _into_old(new: Any, old: Any) -> Any:
+def _storages(tree: Tree) -> set[int]:
+    """The memory that a tree's tensors lie in."""
+    return {local_of(x).untyped_storage().data_ptr() for x in _tree.leaves(tree) if isinstance(x, Tensor)}
+
+
+def _apart(x: Any, written: set[int]) -> Any:
+    """The tensor, or a copy if it lies in memory that will be written to."""
+    return _copy(x) if isinstance(x, Tensor) and _storages(x) & written else x
+
+
+def _into_old(new: Any, old: Any, written: set[int]) -> Any:
     """Write a new state into the buffers of the old one, if they fit each other."""
     new_leaves, new_def = _tree.flatten(new)
     old_leaves, old_def = _tree.flatten(old)
+    kept = new_def == old_def and all(n is o for n, o in zip(new_leaves, old_leaves, strict=True))
+    if kept:
+        return old
+    # A new leaf may be another old leaf: a queue moves its entries on by one.
+    new_leaves = [_apart(n, written) for n in new_leaves]
     if new_def != old_def:
-        return new
+        return _tree.unflatten(new_def, new_leaves)
     for n, o in zip(new_leaves, old_leaves, strict=True):
         if not (isinstance(n, Tensor) and isinstance(o, Tensor) and n.shape == o.shape and n.dtype == o.dtype):
-            return new
+            return _tree.unflatten(new_def, new_leaves)
     for n, o in zip(new_leaves, old_leaves, strict=True):
         if n is not o:
             local_of(o).copy_(local_of(n))

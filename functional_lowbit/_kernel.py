@@ -78,11 +78,11 @@ def make_kernel(key: KernelKey) -> Callable[..., None]:
             news = [getattr(new, name) for name in names]
             for gate in gates:
                 u = torch.where(scalars[gate] > 0, u, 0.0)
-                news = [
-                    torch.where(scalars[gate] > 0, value, fields[name]) for name, value in zip(names, news, strict=True)
-                ]
             for parts, codec, value in zip(places, codecs, news, strict=True):
                 for place, part in zip(parts, (value,) if codec is None else codec.encode(value), strict=False):
+                    for gate in gates:
+                        # Codes are kept, not decoded values: not every format writes what it read as the same code.
+                        part = torch.where(scalars[gate] > 0, part, place)
                     place.copy_(part)
         if apply:
             p.copy_(p.to(torch.promote_types(p.dtype, torch.float32)) + u)

@@ -80,7 +80,9 @@ class Leafwise(Part):
         values = {}
         for name, value in self.hyperparams.items():
             if not isinstance(value, (Tensor, int, float)):
-                value = torch.as_tensor(value(state.step))
+                value = value(state.step)
+                # A schedule may return a Python float, which must not take the default dtype.
+                value = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
             if isinstance(value, Tensor):
                 values[name] = _check.finite(self.name, name, value.detach() if _is_param(value) else value).double()
             else:

@@ -97,7 +97,7 @@ class LowBit(Composite):
         """One block size for all moments of a leaf, since one kernel walks over its blocks."""
         if self.by_field is None:
             return format.block_size
-        return min(f.block_size for f in self.by_field.values() if f.scaled)
+        return min((f.block_size for f in self.by_field.values() if f.scaled), default=format.block_size)
 
     def split(self, state: Any) -> Sequence[Any]:
         """The state itself: it has the inner structure."""

@@ -1,5 +1,6 @@
 """A tensor in few bits: codes and scales, with what is needed to read them."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,26 +40,31 @@ class Layout(NamedTuple):
         if not self.format.scaled:
             return QuantizedTensor(wrap(codes, self.spec), None, self)
         assert scales is not None
-        grid = self.local_grid()
-        return QuantizedTensor(
-            self._place(codes.reshape(grid.rows, -1) if grid.rows else codes.reshape(0, 0), codes.shape[-1]),
-            self._place(scales.reshape(grid.rows, -1) if grid.rows else scales.reshape(0, 0), 1),
-            self,
-        )
+        return QuantizedTensor(self._place(codes, self._codes_in), self._place(scales, self._scales_in), self)
 
-    def _place(self, rows: Tensor, per_block: int) -> Tensor:
-        """[local rows, blocks_per_row * per_block] -> a plain tensor, or a DTensor with a global shape of its own."""
+    def _codes_in(self, grid: Grid) -> int:
+        """Codes in one row of a grid."""
+        return grid.blocks_per_row * self.format.codec(self.signed).width(grid.block)
+
+    def _scales_in(self, grid: Grid) -> int:
+        """Scales in one row of a grid."""
+        return grid.blocks_per_row
+
+    def _place(self, blocks: Tensor, per_row: Callable[[Grid], int]) -> Tensor:
+        """[n_blocks, any] of this rank -> a plain tensor, or a DTensor with a global shape of its own."""
         spec = self.spec
-        if spec is None:
-            return rows
-        if spec.keeps_rows:
+        if spec is None or spec.keeps_rows:
             grid = grid_of(self.shape, self.block_size)
-            whole = spec.like((grid.rows, grid.blocks_per_row * per_block))
-            return whole.wrap(rows.reshape(whole.local_shape()))
-        widest = grid_of(spec.largest_local_shape(), self.block_size).n_blocks * per_block
-        own = spec.per_shard(widest)
-        padded = rows.new_zeros(widest)
-        padded[: rows.numel()] = rows.flatten()
+            whole = (grid.rows, per_row(grid))
+            if spec is None:
+                return blocks.reshape(whole)
+            own = spec.like(whole)
+            return own.wrap(blocks.reshape(own.local_shape()))
+        # The longest shard is not always the one with most blocks: 768 is 3 x 256, 640 is 4 x 160.
+        grids = [grid_of(shape, self.block_size) for shape in spec.local_shapes()]
+        own = spec.per_shard(max(grid.rows * per_row(grid) for grid in grids))
+        padded = blocks.new_zeros(own.shape[-1])
+        padded[: blocks.numel()] = blocks.flatten()
         return own.wrap(padded.view(own.local_shape()))
 
     def empty_codes(self, device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -74,6 +74,11 @@ def _pieces(leaf: Leaf, shaped: Sequence[bool]) -> Iterator[Leaf]:
     if leaf.numel <= CHUNK:
         yield leaf
         return
+    if grid is not None and grid.rows == 1:
+        if any(like and not x.is_contiguous() and x.ndim > 1 for x, like in zip(leaf.tensors, shaped, strict=True)):
+            yield leaf
+            return
+        leaf = Leaf(grid, tuple(x.view(-1) if like else x for x, like in zip(leaf.tensors, shaped, strict=True)))
     rows = leaf.tensors[0].shape[0]
     if grid is None or grid.rows > 1:
         step = max(1, CHUNK * rows // leaf.numel)

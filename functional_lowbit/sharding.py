@@ -122,9 +122,24 @@ class ShardSpec:
         shape = (*lead, local_length)
         return ShardSpec(self.mesh, tuple(placements), shape, contiguous_stride(shape))
 
-    def largest_local_shape(self) -> tuple[int, ...]:
-        """The largest shard's shape: the chunk rule gives it to the first rank."""
-        return self.local_shape([0] * len(self.placements))
+    def local_shapes(self) -> set[tuple[int, ...]]:
+        """The different shapes that shards have, over all ranks: full chunks, the last one, empty ones."""
+        shapes = {self.shape}
+        for mesh_dim, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                ranks, dim = self.mesh.size(mesh_dim), placement.dim
+                cut: set[tuple[int, ...]] = set()
+                for shape in shapes:
+                    chunk = -(-shape[dim] // ranks)
+                    full = shape[dim] // chunk if chunk else 0
+                    lengths = {
+                        chunk,
+                        shape[dim] - full * chunk if full < ranks else chunk,
+                        0 if full + 1 < ranks else chunk,
+                    }
+                    cut |= {(*shape[:dim], length, *shape[dim + 1 :]) for length in lengths}
+                shapes = cut
+        return shapes
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
