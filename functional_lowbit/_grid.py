@@ -40,7 +40,7 @@ class Grid(NamedTuple):
 
     def from_blocks(self, blocks: Tensor, shape: Sequence[int]) -> Tensor:
         """[n_blocks, block] -> [*shape]; the padding is dropped."""
-        if self.padding == 0:
+        if self.padding == 0 or self.n_blocks == 0:
             return blocks.reshape(shape)
         return blocks.reshape(self.rows, -1)[:, : self.row_length].reshape(shape)
 
