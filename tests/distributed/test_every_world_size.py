@@ -1,0 +1,115 @@
+"""The same bits for every number of ranks, and for plain tensors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import world as w
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from world import World
+
+import functional_lowbit as fl
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "odd_rows": (33, 512),
+    "three_rows": (3, 2048),  # at W = 4, rank 3 holds nothing
+    "position_table": (129, 192),
+    "square": (64, 64),
+    "tall": (101, 640),  # as (1601, 1280): W = 4 gives 26, 26, 26, 23; blocks of 160
+    "prime_row": (34, 257),  # blocks that need padding
+    "conv": (19, 8, 3, 3),
+    "five_dims": (6, 2, 5, 3, 31),
+    "one_block": (17, 250),
+    "rows_of_two": (10, 2),
+    "small": (5, 10),  # 2, 2, 1, 0
+    "scalar": (),
+    "empty": (0, 7),
+    "bias": (5,),
+    "one": (1,),
+}
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "clip_adamw8bit": lambda: fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2, weight_decay=0.1)),
+    "dynamic8": lambda: fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2, format="dynamic8")),
+    "bfloat16": lambda: fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2, format="bfloat16")),
+    "lion8bit": lambda: fl.lion8bit(1e-2, weight_decay=0.1),
+    "sgd8bit": lambda: fl.chain(fl.clip_by_global_norm(1.0), fl.sgd8bit(1e-1, nesterov=True)),
+    "fp32_adamw": lambda: fl.chain(fl.clip_by_global_norm(1.0), fl.adamw(1e-2)),
+    "if_finite": lambda: fl.apply_if_finite(fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2))),
+}
+
+WAYS = ("inductor", "eager", "pure")
+RUNS = [
+    *(("clip_adamw8bit", way, torch.float32) for way in WAYS),
+    ("clip_adamw8bit", "inductor", torch.bfloat16),
+    ("clip_adamw8bit", "pure", torch.bfloat16),
+    ("dynamic8", "inductor", torch.float32),
+    ("dynamic8", "pure", torch.float32),
+    ("bfloat16", "pure", torch.float32),
+    ("lion8bit", "inductor", torch.float32),
+    ("lion8bit", "eager", torch.float32),
+    ("sgd8bit", "pure", torch.float32),
+    ("fp32_adamw", "inductor", torch.float32),
+    ("if_finite", "inductor", torch.float32),
+    ("if_finite", "pure", torch.float32),
+]
+
+
+def start(dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: w.random(shape, i, dtype) for i, (name, shape) in enumerate(SHAPES.items())}
+
+
+def gradients(step: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Of different size in each leaf, so that the norm adds numbers of many exponents."""
+    return {
+        name: (w.random(shape, 1000 * (step + 1) + i) * 2.0 ** (3 - i)).to(dtype)
+        for i, (name, shape) in enumerate(SHAPES.items())
+    }
+
+
+def train(optimizer: str, way: str, dtype: torch.dtype, sharded: bool) -> dict[str, Any]:
+    """Three steps; the fingerprints of params and state, and what else must be the same on every rank."""
+    cut = w.shard if sharded else (lambda x: x)
+    tx = OPTIMIZERS[optimizer]()
+    params = {name: cut(x) for name, x in start(dtype).items()}
+    state = tx.init(params)
+    step = w.take(tx, way)
+    for i in range(3):
+        grads = {name: cut(x) for name, x in gradients(i, dtype).items()}
+        params, state = step(grads, state, params)
+    moments = {name: x for name, x in fl.state_dict(state).items() if isinstance(x, Tensor) and x.ndim}
+    return {
+        "params": w.fingerprint(params),
+        "state": w.of_state(state),
+        "graphs": getattr(step, "graphs", None),
+        "dtensors": {isinstance(x, DTensor) for x in [*params.values(), *moments.values()]},
+        "placements": {str(x.placements) for n, x in moments.items() if isinstance(x, DTensor) and "scalar" not in n},
+    }
+
+
+@pytest.mark.parametrize(("optimizer", "way", "dtype"), RUNS)
+def test_params_and_state_have_the_bits_of_the_plain_run(
+    world: World, alone: Callable[..., Any], optimizer: str, way: str, dtype: torch.dtype
+) -> None:
+    plain = alone(train, optimizer, way, dtype, False)
+    results = world.run(train, optimizer, way, dtype, True)
+    for result in results:
+        assert result["params"] == plain["params"]
+        assert result["state"] == plain["state"]  # shapes and strides of codes and scales among it
+        assert result["graphs"] == plain["graphs"]
+        assert result["dtensors"] == {True}
+        assert result["placements"] == {"(Shard(dim=0),)"}
+    assert plain["dtensors"] == {False}
+
+
+@pytest.mark.parametrize("optimizer", ["clip_adamw8bit", "lion8bit", "if_finite", "dynamic8"])
+def test_every_way_to_step_gives_the_same_bits(alone: Callable[..., Any], optimizer: str) -> None:
+    ways = [alone(train, optimizer, way, torch.float32, False) for way in WAYS]
+    assert ways[0]["params"] == ways[1]["params"] == ways[2]["params"]
+    assert ways[0]["state"] == ways[1]["state"] == ways[2]["state"]
+    assert ways[0]["graphs"] == 2
+    before = w.fingerprint(start(torch.float32))
+    changed = {name for name, bits in ways[0]["params"].items() if bits != before[name]}
+    assert changed == set(SHAPES) - {"empty"}
