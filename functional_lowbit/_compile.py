@@ -323,13 +323,10 @@ def _into_old(new: Any, old: Any, written: set[int]) -> Any:
     """Write a new state into the buffers of the old one, if they fit each other."""
     new_leaves, new_def = _tree.flatten(new)
     old_leaves, old_def = _tree.flatten(old)
-    kept = new_def == old_def and all(n is o for n, o in zip(new_leaves, old_leaves, strict=True))
-    if kept:
-        return old
-    # A new leaf may be another old leaf: a queue moves its entries on by one.
-    new_leaves = [_apart(n, written) for n in new_leaves]
     if new_def != old_def:
-        return _tree.unflatten(new_def, new_leaves)
+        return _tree.unflatten(new_def, [_apart(n, written) for n in new_leaves])
+    # A new leaf may be another old leaf: a queue moves its entries on by one.
+    new_leaves = [n if n is o else _apart(n, written) for n, o in zip(new_leaves, old_leaves, strict=True)]
     for n, o in zip(new_leaves, old_leaves, strict=True):
         if not (isinstance(n, Tensor) and isinstance(o, Tensor) and n.shape == o.shape and n.dtype == o.dtype):
             return _tree.unflatten(new_def, new_leaves)

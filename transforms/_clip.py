@@ -63,7 +63,7 @@ def clip_by_global_norm(max_norm: Hyper) -> GradientTransformation:
 
 def _shrink_factor(updates: Any, s: Any, params: Any, h: Any) -> dict[str, torch.Tensor]:
     norm = global_norm(updates)
-    return {"factor": torch.where(norm < h.max_norm, 1.0, h.max_norm / norm)}
+    return {"factor": torch.where(norm <= h.max_norm, 1.0, h.max_norm / norm)}
 
 
 def _scale_down(g: Any, s: Any, p: Any, c: Any) -> Any:
