@@ -1,0 +1,187 @@
+"""The contract of a transformation, as a table: every transformation against every promise.
+
+A new optimizer is one row of `TABLE`. It then proves that it writes to none of its inputs, keeps structure, shapes and
+dtypes, compiles to the same bits in one or two graphs, donates, takes every format and survives a checkpoint.
+"""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import averaged, clone, delayed, leaves, random_like, run_pure, run_step, same
+from torch import Tensor
+
+import functional_lowbit as fl
+
+SMALL_MASK = {"w": True, "v": False, "b": True}
+
+
+def _decay_of(params: Any) -> Any:
+    return fl.tree.map(lambda p: p.ndim > 1, params)
+
+
+TABLE: dict[str, Callable[[], fl.GradientTransformation]] = {
+    "identity": fl.identity,
+    "stateless": lambda: fl.stateless(lambda updates, params: fl.tree.scale(0.5, updates)),
+    "clip": lambda: fl.clip(0.5),
+    "clip_by_global_norm": lambda: fl.clip_by_global_norm(0.5),
+    "scale": lambda: fl.scale(-0.5),
+    "scale_by_learning_rate": lambda: fl.scale_by_learning_rate(0.1),
+    "scale_by_schedule": lambda: fl.scale_by_schedule(fl.schedules.linear_schedule(0.0, 1.0, 7)),
+    "add_decayed_weights": lambda: fl.add_decayed_weights(0.1),
+    "add_decayed_weights masked": lambda: fl.add_decayed_weights(0.1, _decay_of),
+    "masked": lambda: fl.masked(fl.scale_by_adam(), SMALL_MASK),
+    "scale_by_adam": fl.scale_by_adam,
+    "adam": lambda: fl.adam(0.01),
+    "adam nesterov": lambda: fl.adam(0.01, nesterov=True),
+    "adamw": lambda: fl.adamw(fl.schedules.cosine_decay_schedule(0.01, 10), eps_root=1e-8),
+    "adamw masked": lambda: fl.adamw(0.01, weight_decay=0.1, mask=_decay_of),
+    "adam8bit": lambda: fl.adam8bit(0.01),
+    "adamw8bit": lambda: fl.adamw8bit(0.01, weight_decay=0.1),
+    "trace": lambda: fl.trace(0.9),
+    "sgd": lambda: fl.sgd(0.1),
+    "sgd momentum": lambda: fl.sgd(0.1, 0.9),
+    "sgd nesterov": lambda: fl.sgd(0.1, 0.9, nesterov=True),
+    "sgd8bit": lambda: fl.sgd8bit(0.1),
+    "scale_by_lion": fl.scale_by_lion,
+    "lion": lambda: fl.lion(0.01, weight_decay=0.1),
+    "lion8bit": lambda: fl.lion8bit(0.01, weight_decay=0.1),
+    "apply_if_finite": lambda: fl.apply_if_finite(fl.adamw(0.01)),
+    "chain": lambda: fl.chain(fl.clip_by_global_norm(0.5), fl.adamw8bit(0.01)),
+    "chain of nothing": fl.chain,
+    "a user's pair": lambda: fl.chain(averaged(), fl.scale_by_learning_rate(0.1)),
+    "a user's pair in few bits": lambda: fl.low_bit(fl.chain(fl.clip(1.0), averaged(), fl.sgd(0.1))),
+    "a user's pair that returns its own state": lambda: fl.chain(delayed(), fl.scale_by_learning_rate(0.1)),
+    "a user's pair that returns the params": lambda: fl.chain(fl.stateless(lambda u, p: p), fl.adam8bit(0.1)),
+}
+EVERY = pytest.mark.parametrize("name", TABLE)
+WITH_MOMENTS = ("adam", "adamw", "trace", "sgd nesterov", "lion", "a user's pair", "apply_if_finite")
+
+STEPS = 3
+
+
+def make_params(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    # w rests in few bits and is large enough to reach the kernel as it is, v is staged with padding, b stays in float32.
+    shapes = {"w": torch.empty(256, 384), "v": torch.empty(33, 257), "b": torch.empty(3)}
+    return random_like(shapes, seed=0, dtype=dtype)
+
+
+def make_grads(params: Any, dtype: torch.dtype | None = None) -> list[Any]:
+    return [random_like(params, seed=1 + t, dtype=dtype) for t in range(STEPS)]
+
+
+@EVERY
+def test_init_and_update_write_to_none_of_their_inputs(name):
+    tx, params = TABLE[name](), make_params()
+    before = clone(params)
+    state = tx.init(params)
+    assert same(params, before)
+    for grads in make_grads(params):
+        given = (grads, state, params)
+        before = clone(given)
+        _, new_state = tx.update(*given)
+        assert same(given, before)
+        state = new_state
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("param_dtype", "grad_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)],
+    ids=["fp32", "bf16", "fp32 params, bf16 gradients"],
+)
+def test_updates_and_state_keep_structure_shapes_and_dtypes(name, param_dtype, grad_dtype):
+    tx, params = TABLE[name](), make_params(param_dtype)
+    schema = [(x.dtype, x.shape) for x in leaves(tx.init(make_params(torch.float32)))]
+    state = tx.init(params)
+    if "own state" not in name:  # that one keeps raw gradients, in their dtype
+        assert [(x.dtype, x.shape) for x in leaves(state)] == schema
+    for grads in make_grads(params, grad_dtype):
+        updates, new_state = tx.update(grads, state, params)
+        assert updates.keys() == grads.keys()
+        if "returns" not in name:  # those hand on other tensors than the gradients
+            assert all(updates[k].dtype == grads[k].dtype for k in grads)
+        assert all(updates[k].shape == grads[k].shape for k in grads)
+        assert torch.utils._pytree.tree_structure(new_state) == torch.utils._pytree.tree_structure(state)
+        if "own state" not in name:
+            assert [(x.dtype, x.shape) for x in leaves(new_state)] == schema
+        state = new_state
+
+
+@EVERY
+def test_compiled_equals_eager_equals_pure_and_is_compiled_once(name):
+    tx, params = TABLE[name](), make_params()
+    grads = make_grads(params)
+    wanted = run_pure(tx, params, grads)
+    given = (params, tx.init(params))
+    before = clone((given, grads))
+    assert same(run_step(fl.compile(tx, donate=False, backend="eager"), *_with(given, grads)), wanted)
+
+    step = fl.compile(tx, donate=False)
+    params, state = step(grads[0], given[1], given[0])
+    graphs = step.graphs
+    assert same(run_step(step, params, grads[1:], state), wanted)
+    # One for leaves in blocks, one for the others; a mask or a call into a user's function cuts a step in two.
+    assert 1 <= graphs <= (4 if any(x in name for x in ("mask", "user", "chain", "norm")) else 2)
+    assert step.graphs == graphs
+    assert same((given, grads), before)  # donate=False touches nothing
+
+
+def _with(given: Any, grads: Any) -> tuple[Any, Any, Any]:
+    return given[0], grads, given[1]
+
+
+@EVERY
+def test_donation_writes_in_place(name):
+    tx, params = TABLE[name](), make_params()
+    grads = make_grads(params)
+    wanted = run_pure(tx, params, grads)
+    before = clone(grads)
+    state = tx.init(params)
+    places = [x.data_ptr() for x in leaves((params, state))]
+    new = run_step(fl.compile(tx, backend="eager"), params, grads, state)
+    assert [x.data_ptr() for x in leaves(new)] == places
+    assert all(new[0][k] is params[k] for k in params)
+    assert same((params, state), wanted)
+    assert same(grads, before)
+
+
+@pytest.mark.parametrize("format", fl.formats.names())
+@pytest.mark.parametrize("name", WITH_MOMENTS)
+def test_every_format(name, format):
+    tx, params = fl.low_bit(TABLE[name](), format), make_params()
+    grads = make_grads(params)
+    state = tx.init(params)
+    assert {x.format.name for x in _stored(state)} == (set() if format == "float32" else {format})
+    wanted = run_pure(tx, params, grads)
+    assert [(x.dtype, x.shape) for x in leaves(wanted[1])] == [(x.dtype, x.shape) for x in leaves(state)]
+    assert same(run_step(fl.compile(tx, backend="eager"), params, grads, state), wanted)
+
+
+def _stored(state: Any) -> list[fl.QuantizedTensor]:
+    nodes = torch.utils._pytree.tree_leaves(state, is_leaf=lambda x: isinstance(x, fl.QuantizedTensor))
+    return [x for x in nodes if isinstance(x, fl.QuantizedTensor)]
+
+
+@pytest.mark.parametrize("format", fl.formats.names())
+def test_every_format_compiled(format):
+    tx, params = fl.adamw8bit(0.01, format=format), make_params()
+    grads = make_grads(params)
+    step = fl.compile(tx, donate=False)
+    assert same(run_step(step, params, grads, tx.init(params)), run_pure(tx, params, grads))
+
+
+@EVERY
+def test_state_survives_a_file_and_continues_bit_equal(name):
+    tx, params = TABLE[name](), make_params()
+    grads = make_grads(params)
+    wanted = run_pure(tx, params, grads)
+    params, state = run_pure(tx, params, grads[:1])
+    file = io.BytesIO()
+    torch.save(fl.state_dict(state), file)
+    file.seek(0)
+    loaded = fl.load_state_dict(tx.init(params), torch.load(file, weights_only=True))
+    assert same(loaded, state)
+    assert same(run_pure(tx, params, grads[1:], loaded), wanted)
