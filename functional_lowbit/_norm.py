@@ -1,5 +1,7 @@
 """The global norm, the same number on every mesh."""
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,7 @@ def global_norm(tree: Tree) -> Tensor:
     leaves = _tree.leaves(tree)
     if not leaves:
         return torch.zeros((), dtype=torch.float32)
-    bins = sum_over_shards((_square_bins(local_of(x)), ShardSpec.of(x)) for x in leaves)
+    bins = sum_over_shards([(local_of(x), ShardSpec.of(x)) for x in leaves], _square_bins)
     exponents = torch.arange(EXPONENTS, dtype=torch.float64, device=bins.device) - (148 + 24)
     total = (bins[:EXPONENTS] * torch.exp2(exponents)).sum()
     total = torch.where(bins[INFINITE] > 0, float("inf"), total)
@@ -46,28 +48,28 @@ def global_norm(tree: Tree) -> Tensor:
     return total.sqrt().float()
 
 
-def _square_bins(x: Tensor) -> Tensor:
-    """The squares of a local tensor, added up by exponent: float64[EXPONENTS + 2]."""
-    squares = torch.cat([part.flatten() for part in _block_squares(x)])
+def _square_bins(tensors: Sequence[Tensor]) -> Tensor:
+    """The squares of local tensors, added up by exponent: float64[EXPONENTS + 2]."""
+    squares = torch.cat([part for x in tensors for part in _block_squares(x)])
     mantissa, exponent = torch.frexp(squares)
     index = torch.where(squares.isnan(), NOT_A_NUMBER, torch.where(squares.isinf(), INFINITE, exponent + 148))
     weight = torch.where(squares < float("inf"), mantissa.double() * 2**24, 1.0)
-    return torch.zeros(EXPONENTS + 2, dtype=torch.float64, device=x.device).index_add_(0, index, weight)
+    return torch.zeros(EXPONENTS + 2, dtype=torch.float64, device=squares.device).index_add_(0, index, weight)
 
 
-def _block_squares(x: Tensor) -> list[Tensor]:
-    """The sums of squares of the blocks of each row, float32.
+def _block_squares(x: Tensor) -> Iterator[Tensor]:
+    """The sums of squares of the blocks of each row, float32, flat.
 
     A tensor of one dimension can be cut anywhere, so there each element is a block of its own.
     """
     x = x.float()
     if x.ndim < 2:
-        return [x * x]
+        yield x.reshape(-1).square()
+        return
     rows = x.reshape(x.shape[0], -1) if x.numel() else x.new_zeros(0, 1)
     whole = rows.shape[1] // BLOCK * BLOCK
-    parts = []
     if whole:
-        parts.append(torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, BLOCK)), dim=-1))
+        blocks = rows[:, :whole].unflatten(1, (-1, BLOCK))
+        yield torch.linalg.vector_norm(blocks, dim=-1).square().reshape(-1)
     if whole < rows.shape[1]:
-        parts.append(torch.linalg.vector_norm(rows[:, whole:], dim=-1))
-    return [norms * norms for norms in parts]
+        yield torch.linalg.vector_norm(rows[:, whole:], dim=-1).square()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from functional_lowbit._grid import Grid
 
-SMALL = 2**15  # elements; about as many are worked on in the time that one call takes
+SMALL = 2**16  # elements; about as many are worked on in the time that one call takes
 CHUNK = 2**18  # elements of a staging buffer: it stays in the cache, and peak memory stays small
 
 

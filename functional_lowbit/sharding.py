@@ -3,7 +3,7 @@
 All that knows of `torch.distributed` is in this module (and in the checkpoint's).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,28 +207,31 @@ def from_local(locals_: Tree, specs: Tree) -> Tree:
     )
 
 
-def sum_over_shards(parts: Iterable[tuple[Tensor, ShardSpec | None]]) -> Tensor:
-    """Add one vector per leaf, over leaves and over the ranks that hold different parts of a leaf.
+def sum_over_shards(
+    parts: Sequence[tuple[Tensor, ShardSpec | None]], measure: Callable[[Sequence[Tensor]], Tensor]
+) -> Tensor:
+    """A sum over all elements of all leaves, over the ranks that hold different parts of a leaf.
 
-    A replicated part is counted once. The vectors of leaves that are sharded alike are added before they are
-    communicated, so the number of collectives is that of the different (mesh, mesh dimension) pairs. Every rank must
-    call this with the same leaves in the same order, empty shards included.
+    A replicated part is counted once. Leaves that are sharded alike are measured and communicated together, so the
+    number of collectives is that of the different (mesh, mesh dimension) pairs. Every rank must call this with the same
+    leaves in the same order, empty shards included.
 
     Args:
-        parts: (vector of a local shard, spec of its leaf); all vectors of one shape and dtype.
+        parts: (local shard, spec of its leaf), at least one.
+        measure: The sum for some local shards, a tensor of always the same shape and dtype.
     """
-    totals: dict[Any, Tensor] = {}
-    for vector, spec in parts:
+    alike: dict[Any, list[Tensor]] = {}
+    for local, spec in parts:
         key = None if spec is None or not spec.sharded_mesh_dims else (spec.mesh, spec.sharded_mesh_dims)
-        totals[key] = totals[key] + vector if key in totals else vector
+        alike.setdefault((key, local.device), []).append(local)
     result: Tensor | None = None
-    for key, total in totals.items():
+    for (key, _), locals_ in alike.items():
+        total = measure(locals_)
         if key is not None:
             mesh, mesh_dims = key
-            total = total.clone()
             for mesh_dim in mesh_dims:
                 dist.all_reduce(total, group=mesh.get_group(mesh_dim))
-        result = total if result is None else result + total
+        result = total if result is None else result + total.to(result.device)
     if result is None:
         raise ValueError("sum_over_shards: nothing to add")
     return result

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_lowbit import _tree
 from functional_lowbit._base import GradientTransformation, Tree, call_update
-from functional_lowbit._leafwise import rest_in_float32
+from functional_lowbit._leafwise import like_params, rest_in_float32
 from functional_lowbit._parts import Gated, Rest, init_with
 from functional_lowbit.sharding import ShardSpec, local_of, sum_over_shards, wrap
 
@@ -69,6 +69,8 @@ class ApplyIfFinite(Gated):
     def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         """The inner update, or zeros and the old inner state."""
         inner_state = self.split(state)[0]
+        if params is not None:
+            updates = like_params("apply_if_finite.update", updates, params)
         apply, counted = self.decide(updates, state)
         new_updates, new_inner = call_update(self.inner[0].update, updates, inner_state, params, extra)
         kept = _select(apply, new_updates, _tree.map_leaves(torch.zeros_like, new_updates))
@@ -91,14 +93,15 @@ def all_finite(tree: Tree) -> Tensor:
     leaves = _tree.leaves(tree)
     if not leaves:
         return torch.ones((), dtype=torch.bool)
-    return sum_over_shards((_not_finite(local_of(x)), ShardSpec.of(x)) for x in leaves) == 0
+    return sum_over_shards([(local_of(x), ShardSpec.of(x)) for x in leaves], _not_finite) == 0
 
 
-def _not_finite(x: Tensor) -> Tensor:
-    """int64[]: 1 if a local tensor holds a NaN or an Inf. The largest magnitude is NaN if any element is."""
-    if x.numel() == 0:
-        return torch.zeros((), dtype=torch.int64, device=x.device)
-    return torch.where(torch.linalg.vector_norm(x, float("inf")).isfinite(), 0, 1)
+def _not_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """int64[]: how many local tensors hold a NaN or an Inf. The largest magnitude is NaN if any element is."""
+    largest = [torch.linalg.vector_norm(x, float("inf")).float() for x in tensors if x.numel()]
+    if not largest:
+        return torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+    return (~torch.stack(largest).isfinite()).sum()
 
 
 def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int = 5) -> GradientTransformation:

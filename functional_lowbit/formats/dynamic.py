@@ -1,14 +1,14 @@
 """dynamic8: the 8-bit dynamic map of bitsandbytes and torchao, code for code, without its table.
 
-With y = x / absmax, the map has seven decades, from 1e-6 up to 1. The decade D holds n values, at the middles of n equal
-cells between 0.1 D and D; n doubles from one decade to the next. Beside them there are 0 and 1, but no -1: the most
-negative value is -0.993, so an absmax with a minus sign shrinks by 0.7% when it is written. Codes number the values from
-below; 0 is code 127 of the signed map and code 0 of the non-negative one.
+With y = x / absmax, the map has seven decades, from 1e-6 up to 1. The decade D holds n values, at the middles of n
+equal cells between 0.1 D and D; n doubles from one decade to the next. Beside them there are 0 and 1, but no -1: the
+most negative value is -0.993, so an absmax with a minus sign shrinks by 0.7% each time that it is written. Codes number
+the values from below; 0 is code 127 of the signed map and code 0 of the non-negative one.
 
 A look-up among 256 values is a chain of gathers, which is what makes this map slow elsewhere. But inside a decade the
 value is linear in the code and the code is linear in the value: six comparisons find the decade, and one line does the
-rest. Where two decades meet, the steps on both sides differ, and y is halfway at D * (0.1 + 0.18 / n) (of the upper one)
-instead of at 0.1 D.
+rest. Where two decades meet, the steps on both sides differ, and y is halfway at D * (0.1 + 0.18 / n), with D and n of
+the upper one, instead of at 0.1 D.
 
 The rounding is to the nearest value, ties away from 0; float32 leaves the tie inside a decade uncertain by 2 ulp of y.
 What differs from torchao:
@@ -30,7 +30,7 @@ from torch import Tensor
 from functional_lowbit.formats._format import Codec, Format, block_absmax
 
 SMALLEST_SCALE = 2.0**-104
-"""As `SMALLEST_ABSMAX`, for a map that reaches further down: 2**-104 * 3.25e-7 > 2**-126, the smallest normal number."""
+"""As `SMALLEST_ABSMAX`, for a map that reaches further down: 2**-104 * 3.25e-7 > 2**-126, the smallest normal one."""
 
 SIGNED_ZERO = 127  # the signed code of 0
 FIRST_SIGNED = 5.5e-7  # the one value of the signed map's first decade
