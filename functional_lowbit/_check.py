@@ -85,6 +85,10 @@ def updates(speaker: str, paths: Sequence[str], leaves: Sequence[Any], like: Seq
         if isinstance(p, Tensor) and hasattr(p, "device_mesh") != hasattr(u, "device_mesh"):
             kinds = ["DTensor" if hasattr(x, "device_mesh") else "plain tensor" for x in (u, p)]
             raise TypeError(f"{speaker}: updates{_at(path)} is a {kinds[0]}, but its parameter is a {kinds[1]}")
+        if hasattr(p, "device_mesh") and u.device_mesh != p.device_mesh:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{speaker}: updates{_at(path)} lies on {u.device_mesh}, but its parameter on {p.device_mesh}"  # type: ignore[attr-defined]
+            )
 
 
 def same_structure(speaker: str, what: str, treedef: _tree.TreeDef, tree: Tree) -> list[Any]:
@@ -119,7 +123,7 @@ def moments(speaker: str, field: str, paths: Sequence[str], leaves: Sequence[Any
 
 
 def moment_shape(speaker: str, field: str, path: str, leaf: Any, value: Any) -> None:
-    """Refuse a moment that was made for a parameter of another shape, or for none."""
+    """Refuse a moment that was made for a parameter of another shape or sharding, or for none."""
     if not hasattr(value, "shape"):
         raise ValueError(
             f"{speaker}: state.{field}{_at(path)} must be a moment, got {type(value).__name__}; the state was made for "
@@ -129,6 +133,12 @@ def moment_shape(speaker: str, field: str, path: str, leaf: Any, value: Any) -> 
         raise ValueError(
             f"{speaker}: state.{field}{_at(path)} has shape {tuple(value.shape)}, but its parameter has "
             f"{tuple(leaf.shape)}; the state was made for other parameters"
+        )
+    got, expected = (getattr(x, "placements", None) or "none (a plain tensor)" for x in (value, leaf))
+    if got != expected:
+        raise ValueError(
+            f"{speaker}: state.{field}{_at(path)} has sharding {got}, but its parameter has {expected}; make the state "
+            "with init(params) after the parameters are sharded"
         )
 
 

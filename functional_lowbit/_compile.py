@@ -86,13 +86,15 @@ class _Run:
         """The parameters as given."""
         return _tree.unflatten(self.treedef, self.params)
 
+    def take(self, updates: list[Any]) -> None:
+        """Go on with these updates, sharded like their parameters: what looks at them next may be a global norm."""
+        self.updates = [None if u is None else as_sharded(u, p)[0] for u, p in zip(updates, self.params, strict=True)]
+        self.as_given = True
+
     def localize(self) -> None:
         """Go over to this rank's part of each update."""
         if self.as_given:
-            self.updates = [
-                None if u is None else local_of(u if spec is None else as_sharded(u, p)[0])
-                for u, p, spec in zip(self.updates, self.params, self.specs, strict=True)
-            ]
+            self.updates = [None if u is None else local_of(u) for u in self.updates]
             self.as_given = False
 
 
@@ -123,6 +125,7 @@ class Step:
         if not self._donate:
             params, state = _tree.map_leaves(_copy, params), _tree.map_leaves(_copy, state)
             run = self._begin(grads, state, params, extra)
+        run.take(run.updates)
         new_states = list(run.states)
         pending: list[int] = []
         for i, op in enumerate(self._ops):
@@ -199,8 +202,7 @@ class Step:
         updates, new_state = call_update(op.update, run.update_tree(), state, run.param_tree(), run.extra)
         # What comes back may be a part of the old state or of the parameters, which are written to from here on.
         written = _storages(state) | _storages(run.params)
-        run.updates = [_apart(u, written) for u in _tree.flatten_up_to(run.treedef, updates)]
-        run.as_given = True
+        run.take([_apart(u, written) for u in _tree.flatten_up_to(run.treedef, updates)])
         return _into_old(new_state, state, written)
 
     def _run_leaf_ops(self, run: _Run, pending: list[int], apply: bool) -> None:

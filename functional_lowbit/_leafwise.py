@@ -129,6 +129,9 @@ class Leafwise(Part):
         paths = _tree.names(treedef)
         us = _check.same_structure(speaker, "updates", treedef, updates)
         _check.updates(speaker, paths, us, leaves)
+        if params is not None:
+            us = [None if u is None else as_sharded(u, p)[0] for u, p in zip(us, leaves, strict=True)]
+            updates = _tree.unflatten(treedef, us)
         if params is None and self.needs_params:
             raise ValueError(f"{speaker}: params are needed; call update(updates, state, params)")
         moments = {
@@ -162,8 +165,6 @@ class Leafwise(Part):
             p32 = None if p is None else (p.detach() if _is_param(p) else p).float()
             new_u, new = self.leaf(u.float(), moments, p32, scalars)
             return new_u.to(u.dtype), new
-        if p is not None:
-            u, spec = as_sharded(u, p)
         p32 = None if p is None else local_of(p).float()
         local, new = self.leaf(local_of(u).float(), {k: local_of(m) for k, m in moments.items()}, p32, scalars)
         return wrap(local.to(u.dtype), spec), {k: wrap(m, spec) for k, m in new.items()}
@@ -175,6 +176,16 @@ def as_sharded(u: Tensor, p: Tensor) -> tuple[Tensor, ShardSpec | None]:
     if spec is not None and tuple(u.placements) != spec.placements:  # type: ignore[attr-defined]
         u = u.redistribute(spec.mesh, spec.placements)  # type: ignore[attr-defined]
     return u, spec
+
+
+def like_params(speaker: str, updates: Tree, params: Tree) -> Tree:
+    """Updates with the sharding of their parameters, for what looks at the whole tree before the leaf functions do."""
+    leaves, treedef = _tree.flatten(params)
+    us = _check.same_structure(speaker, "updates", treedef, updates)
+    _check.updates(speaker, _tree.names(treedef), us, leaves)
+    return _tree.unflatten(
+        treedef, [None if u is None else as_sharded(u, p)[0] for u, p in zip(us, leaves, strict=True)]
+    )
 
 
 def rest_in_float32(field: str, moment: Moment, path: str, param: Tensor, value: Callable[[], Tensor] | None) -> Tensor:

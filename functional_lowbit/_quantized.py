@@ -114,6 +114,11 @@ class QuantizedTensor:
         return self.layout.block_size
 
     @property
+    def placements(self) -> tuple[Any, ...] | None:
+        """How the original was sharded; None for a plain tensor."""
+        return None if self.layout.spec is None else self.layout.spec.placements
+
+    @property
     def nbytes(self) -> int:
         """Bytes of codes and scales on this rank."""
         return sum(local_of(x).nbytes for x in (self.codes, self.scales) if x is not None)
