@@ -8,7 +8,7 @@ import matplotlib
 matplotlib.use("Agg")  # draws into files, needs no screen
 import matplotlib.pyplot as plt
 
-LABELS = {"torch": "torch AdamW, fp32", "adamw": "ours, fp32", "adamw8bit": "ours, 8-bit"}
+LABELS = {"torch": "torch AdamW, fused", "adamw": "ours, fp32", "adamw8bit": "ours, 8-bit"}
 STYLES = {
     "torch": ("#b8bec6", 6.0, "-"),
     "adamw": ("#22314a", 1.8, "-"),
