@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from functional_lowbit import _tree, formats
@@ -110,8 +111,10 @@ class LowBit(Composite):
     def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         """Read the moments, update, store them again. The step itself uses the new moments before they are rounded."""
         full = map_moments(lambda field, moment, tree: _each_stored(_read, tree), state)
-        updates, full = call_update(self.inner[0].update, updates, full, params, extra)
-        return updates, map_moments(lambda field, moment, tree, old: _each_stored(_write, old, tree), full, state)
+        updates, new = call_update(self.inner[0].update, updates, full, params, extra)
+        return updates, map_moments(
+            lambda field, moment, tree, old, read: _each_stored(_write, old, tree, read), new, state, full
+        )
 
 
 def _each_stored(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
@@ -130,8 +133,19 @@ def _read(leaf: Any) -> Any:
     return leaf.dequantize() if isinstance(leaf, QuantizedTensor) else leaf
 
 
-def _write(old: Any, new: Any) -> Any:
-    return encode(local_of(new), old.layout) if isinstance(old, QuantizedTensor) else new
+def _write(old: Any, new: Any, read: Any) -> Any:
+    """Store a new moment. A block that did not change keeps its codes: not every format writes what it read again."""
+    if not isinstance(old, QuantizedTensor):
+        return new
+    if new is read:
+        return old
+    new, read = local_of(new), local_of(read)
+    fresh = encode(new, old.layout)
+    if not old.format.scaled or new.numel() == 0:
+        return fresh
+    changed = old.layout.local_grid().to_blocks(new != read).any(dim=-1, keepdim=True)
+    codes, scales = (torch.where(changed, a, b) for a, b in zip(fresh.local_blocks(), old.local_blocks(), strict=True))
+    return old.layout.store(codes, scales)
 
 
 def _saves(format: Format, shape: tuple[int, ...], block_size: int) -> bool:
