@@ -63,7 +63,7 @@ STEPS = 3
 
 
 def make_params(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    # w rests in few bits and is large enough to reach the kernel as it is, v is staged with padding, b stays in float32.
+    # w rests in few bits and is large enough to reach the kernel as it is, v is staged and padded, b stays in float32.
     shapes = {"w": torch.empty(256, 384), "v": torch.empty(33, 257), "b": torch.empty(3)}
     return random_like(shapes, seed=0, dtype=dtype)
 

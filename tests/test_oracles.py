@@ -152,7 +152,7 @@ def test_clip_by_global_norm_against_torch(bound):
 def test_global_norm_is_exact():
     tree = {"a": random_like(torch.empty(300, 513), 0), "b": random_like(torch.empty(1000), 1) * 1e-6, "c": None}
     wanted = math.sqrt(math.fsum(float(x) ** 2 for k in ("a", "b") for x in tree[k].double().flatten()))
-    # blocks of 256 are summed in float32, relative error at most 8 * 2**-24 by pairs, and the errors of blocks average out
+    # blocks of 256 are summed in float32 by pairs: at most 8 * 2**-24 off, and these errors average out
     assert abs(float(fl.global_norm(tree)) / wanted - 1) < 5e-7
     assert float(fl.global_norm({})) == 0.0
     assert float(fl.global_norm({"a": torch.empty(0, 3), "b": torch.empty(3, 0)})) == 0.0
