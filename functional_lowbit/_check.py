@@ -55,6 +55,10 @@ def params(speaker: str, paths: Sequence[str], leaves: Sequence[Any]) -> None:
     for path, leaf in zip(paths, leaves, strict=True):
         if not isinstance(leaf, Tensor):
             raise TypeError(f"{speaker}: params{_at(path)} must be a tensor, got {type(leaf).__name__}")
+        if leaf.layout is not torch.strided:
+            raise TypeError(
+                f"{speaker}: params{_at(path)} is sparse ({leaf.layout}); only dense parameters are supported"
+            )
         if leaf.dtype not in FLOATS:
             raise TypeError(
                 f"{speaker}: params{_at(path)} must be float16, bfloat16, float32 or float64, got {leaf.dtype}; leave "
@@ -97,8 +101,8 @@ def same_structure(speaker: str, what: str, treedef: _tree.TreeDef, tree: Tree) 
         return _tree.flatten_up_to(treedef, tree)
     except ValueError as error:
         raise ValueError(
-            f"{speaker}: {what} must have the structure of the parameters; {error}. If the model changed, "
-            "make a new state with init(params)"
+            f"{speaker}: {what} must have the structure of the parameters, but "
+            f"{_tree.difference(treedef, tree) or error}; if the model changed, make a new state with init(params)"
         ) from error
 
 
@@ -133,6 +137,11 @@ def moment_shape(speaker: str, field: str, path: str, leaf: Any, value: Any) -> 
         raise ValueError(
             f"{speaker}: state.{field}{_at(path)} has shape {tuple(value.shape)}, but its parameter has "
             f"{tuple(leaf.shape)}; the state was made for other parameters"
+        )
+    if isinstance(value, Tensor) and value.dtype != torch.float32:
+        raise TypeError(
+            f"{speaker}: state.{field}{_at(path)} must be float32 for every dtype of parameters, got {value.dtype}; "
+            "to store it in fewer bits, use fl.low_bit"
         )
     got, expected = (getattr(x, "placements", None) or "none (a plain tensor)" for x in (value, leaf))
     if got != expected:

@@ -124,7 +124,8 @@ class Leafwise(Part):
         """The pure update, leaf by leaf."""
         speaker = f"{self.name}.update"
         _check.state_class(speaker, state, self.state_class)
-        reference = updates if params is None else params
+        # Without params, moments say where the leaves are: a gradient may be None.
+        reference = next((getattr(state, name) for name in self.moments), updates) if params is None else params
         leaves, treedef = _tree.flatten(reference)
         paths = _tree.names(treedef)
         us = _check.same_structure(speaker, "updates", treedef, updates)

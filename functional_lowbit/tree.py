@@ -8,6 +8,9 @@ from torch import Tensor
 
 from functional_lowbit import _tree
 from functional_lowbit._base import Tree
+from functional_lowbit._norm import global_norm
+
+norm = global_norm  # under optax's name
 
 
 def map(function: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:

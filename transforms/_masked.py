@@ -77,10 +77,13 @@ class Masked(Composite):
 
     def _narrow(self, tree: Tree, params: Tree) -> Tree:
         mask = self.mask(params) if callable(self.mask) else self.mask
+        keeps, treedef = _tree.flatten(mask)
         try:
-            return _tree.map_leaves(lambda keep, sub: _keep(keep, sub), mask, tree)
+            subtrees = _tree.flatten_up_to(treedef, tree)
         except ValueError as error:
-            raise ValueError(f"masked: mask must begin like params; {error}") from error
+            difference = _tree.difference(treedef, tree) or error
+            raise ValueError(f"masked: mask must begin like params, but in params {difference}") from error
+        return _tree.unflatten(treedef, [_keep(keep, sub) for keep, sub in zip(keeps, subtrees, strict=True)])
 
     def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         """The inner update of the leaves that are kept; the others as they came."""
