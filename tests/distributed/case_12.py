@@ -1,4 +1,4 @@
-"""One rank of CASES.md number 12, as a user would start it: RANK and WORLD_SIZE in the environment, see test_cases.py."""
+"""One rank of CASES.md number 12, as a user would start it; see test_cases_on_ranks.py."""
 
 import faulthandler
 import json
@@ -29,7 +29,7 @@ def main(meeting: str) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(512, 33)
     fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
-    tx = fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2))
+    tx = fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-3))
     params = dict(model.named_parameters())
     state = tx.init(params)
     step = fl.compile(tx)
@@ -43,7 +43,9 @@ def main(meeting: str) -> None:
         model.zero_grad()
     tensors = {**params, **fl.state_dict(state)}
     whole = {n: x.full_tensor() if hasattr(x, "full_tensor") else x for n, x in tensors.items() if n != "schema"}
-    digests = {n: x.detach().double().mul(torch.arange(x.numel()).view(x.shape) + 1).sum().item() for n, x in whole.items()}
+    digests = {
+        n: x.detach().double().mul(torch.arange(x.numel()).view(x.shape) + 1).sum().item() for n, x in whole.items()
+    }
     print(
         json.dumps(
             {

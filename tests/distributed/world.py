@@ -16,7 +16,8 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from functools import lru_cache
+from functools import cache
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,10 @@ class World:
         deadline = time.monotonic() + seconds
         failed = False
         while any(a is None for a in answers) and time.monotonic() < deadline:
-            for rank, (process, pipe, _) in enumerate(self.workers):
-                if answers[rank] is not None or not pipe.poll(0.002):
-                    continue
+            waiting = {pipe: rank for rank, (_, pipe, _) in enumerate(self.workers) if answers[rank] is None}
+            for pipe in connection.wait(list(waiting), max(0.0, deadline - time.monotonic())):
+                rank = waiting[pipe]
+                process = self.workers[rank][0]
                 try:
                     ok, answer = pipe.recv()
                 except EOFError:
@@ -78,7 +80,9 @@ class World:
             if answer is None:
                 lines.append(f"-- rank {rank} did not answer; its stack:\n{stack}")
             else:
-                lines.append(f"-- rank {rank}: " + ("done" if answer[0] else answer[1]))
+                earlier = answers[:rank].index(answer) if answer in answers[:rank] else rank
+                text = "done" if answer[0] else answer[1] if earlier == rank else f"as rank {earlier}"
+                lines.append(f"-- rank {rank}: {text}")
         self.close(at_once=True)  # ranks may be at different collectives now; the next job gets new ones
         raise AssertionError("\n".join(lines))
 
@@ -162,7 +166,7 @@ def rank() -> int:
     return dist.get_rank()
 
 
-@lru_cache(maxsize=None)
+@cache
 def mesh(*shape: int) -> DeviceMesh:
     """A mesh of all ranks: 1-D without arguments, else of this shape. HSDP's names in two dimensions."""
     shape = shape or (dist.get_world_size(),)

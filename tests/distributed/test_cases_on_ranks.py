@@ -17,7 +17,7 @@ from world import World
 
 import functional_lowbit as fl
 
-two, three, four = (pytest.mark.parametrize("world", [n], indirect=True, ids=["W={}".format(n)]) for n in (2, 3, 4))
+_, _, four = (pytest.mark.parametrize("world", [n], indirect=True, ids=[f"W={n}"]) for n in (2, 3, 4))
 
 
 def steps(

@@ -1,0 +1,130 @@
+"""Placements that cut rows: blocks end at the shard's edge, so bits depend on the mesh, and the error is bounded."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import world as w
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from world import World
+
+import functional_lowbit as fl
+
+LR, DECAY, STEPS = 0.5, 0.9, 6
+
+# shape -> placements in one dimension, and in two
+LEAVES: dict[tuple[int, ...], tuple[Any, Any]] = {
+    (64, 500): (Shard(1), (Shard(0), Shard(1))),
+    (33, 300): (Shard(1), (Shard(1), Shard(0))),
+    (4097,): (Shard(0), (Shard(0), Shard(0))),
+    (10_000,): (Shard(0), (Replicate(), Shard(0))),
+    (40, 9, 13): (Shard(2), (Shard(1), Shard(2))),
+    (4096, 3): (Shard(1), (Shard(1), Shard(0))),  # columns of one element, and empty ones: a shard is one row
+    (2, 3000): (Shard(1), (Shard(1), Shard(1))),
+}
+
+
+def grads(step: int) -> dict[str, Tensor]:
+    return {str(shape): w.random(shape, 100 * step + i) for i, shape in enumerate(LEAVES)}
+
+
+def sgd(way: str, dims: int, low_bit: bool) -> Any:
+    """Momentum over fixed gradients: linear, so that the error of the stored momentum can be followed exactly."""
+
+    def cut(name: str, x: Tensor) -> Tensor:
+        if not dims:
+            return x.flatten()  # the rule is elementwise; as one row, blocks are as long as they get
+        one, two = LEAVES[tuple(x.shape)]
+        return w.shard(x, w.mesh(), one) if dims == 1 else w.shard(x, w.mesh(2, 2), *two)
+
+    tx: Any = fl.sgd8bit(LR, DECAY) if low_bit else fl.sgd(LR, DECAY)
+    params = {n: cut(n, torch.zeros_like(x)) for n, x in grads(0).items()}
+    state = tx.init(params)
+    step = w.take(tx, way)
+    for k in range(STEPS):
+        params, state = step({n: cut(n, x) for n, x in grads(k).items()}, state, params)
+    parts = {k: x for k, x in fl.state_dict(state).items() if isinstance(x, Tensor)}
+    return {
+        "params": {n: w.whole(x) for n, x in params.items()},
+        "trace": {n: w.whole(x.dequantize() if low_bit else x) for n, x in state[0].trace.items()},
+        "full": {k: tuple(w.whole(x).shape) == tuple(x.shape) for k, x in parts.items()},
+        "state bytes": sum(row.bytes for row in fl.describe(state).rows if row.format == "companded8"),
+        "elements": sum(x.to_local().numel() if isinstance(x, DTensor) else x.numel() for x in params.values()),
+        "why": {row.path: row.why for row in fl.describe(state).rows},
+        "graphs": getattr(step, "graphs", None),
+        "step": int(state[0].step),
+    }
+
+
+def bound(trace: Tensor) -> float:
+    """How far a stored step may be from a float32 one.
+
+    companded8 rounds the code 127 * 2y / (1 + |y|) of y = x / absmax by at most a half, and dy/dcode <= 4 / 254, so a
+    stored momentum is off by at most absmax * 2 / 254 / (1 - 1/254), whichever block it is in. An error made at one
+    step is multiplied by DECAY at each later one.
+    """
+    largest = sum(DECAY**k for k in range(STEPS)) * max(
+        float(g.abs().max()) for k in range(STEPS) for g in grads(k).values()
+    )
+    rounding = largest * 2 / 253
+    return LR * sum(rounding * DECAY**j for k in range(STEPS) for j in range(1, k + 1))
+
+
+@pytest.mark.parametrize(("world", "dims"), [(2, 1), (3, 1), (4, 1), (4, 2)], indirect=["world"], ids=str)
+@pytest.mark.parametrize("way", ["inductor", "eager", "pure"])
+def test_a_cut_leaf_trains(world: World, alone: Callable[..., Any], way: str, dims: int) -> None:
+    exact = alone(sgd, "eager", 0, False)
+    plain = alone(sgd, "eager", 0, True)
+    results = world.run(sgd, way, dims, True)
+    for result in results:
+        assert result["step"] == STEPS
+        assert set(result["full"].values()) == {True}
+        assert result["graphs"] == (None if way == "pure" else results[0]["graphs"])
+        for name, flat in exact["params"].items():
+            expected = flat.view(result["params"][name].shape)
+            error = (result["params"][name] - expected).abs()
+            assert torch.equal(result["params"][name], results[0]["params"][name])
+            assert 0 < error.max() <= bound(exact["trace"][name])
+            # A shorter block has no larger absmax, so on average the error is that of the longest blocks or less;
+            # 1.1 leaves room for means of thousands of numbers.
+            assert error.mean() <= 1.1 * (plain["params"][name] - flat).abs().mean()
+            why = result["why"][f"0.trace.{name}"]
+            assert why == "at least 4,096 elements; the mesh cuts its rows, so each shard has blocks of its own"
+        assert result["state bytes"] <= 1.05 * result["elements"]
+    if way == "inductor":
+        assert {r["graphs"] for r in results} == {1}
+
+
+def same_ways(dims: int) -> Any:
+    return [
+        {n: w.digest(x) for n, x in sgd(way, dims, True)["params"].items()} for way in ("inductor", "eager", "pure")
+    ]
+
+
+@pytest.mark.parametrize(("world", "dims"), [(3, 1), (4, 2)], indirect=["world"], ids=str)
+def test_every_way_gives_the_same_bits_on_a_cut_leaf(world: World, dims: int) -> None:
+    for inductor, eager, pure in world.run(same_ways, dims):
+        assert inductor == eager == pure
+
+
+def edges_on_blocks() -> Any:
+    """A cut on block edges changes nothing: (64, 512) cut into two columns of 256, 1-D into multiples of the block."""
+    seen = []
+    for cut in (lambda x: x, lambda x: w.shard(x, w.mesh(), Shard(x.ndim - 1))):
+        tx = fl.adamw8bit(1e-2)
+        params = {str(s): cut(w.random(s, 0)) for s in ((64, 512), (8192,))}
+        state = tx.init(params)
+        for k in range(3):
+            gs = {n: cut(w.random(tuple(x.shape), k + 1)) for n, x in params.items()}
+            params, state = w.take(tx, "eager")(gs, state, params)
+        moments = {n: w.whole(q.dequantize()) for n, q in state[0].nu.items()}
+        seen.append((w.fingerprint(params), w.fingerprint(moments)))
+    return seen
+
+
+@pytest.mark.parametrize("world", [2], indirect=True, ids="W={}".format)
+def test_a_cut_on_block_edges_changes_no_bit(world: World) -> None:
+    for plain, cut in world.run(edges_on_blocks):
+        assert cut == plain

@@ -1,0 +1,267 @@
+"""ShardSpec: torch's rule for local shapes, and what is refused."""
+
+import warnings
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import world as w
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from world import World
+
+import functional_lowbit as fl
+from functional_lowbit.sharding import ShardSpec
+
+two, four = (pytest.mark.parametrize("world", [n], indirect=True, ids=[f"W={n}"]) for n in (2, 4))
+
+SHAPES = [(), (1,), (2,), (5,), (4096,), (1, 1), (3, 2048), (10, 2), (33, 512), (0, 4), (7, 5), (9, 1, 6), (4, 3, 3, 3)]
+
+
+def placements_of(ndim: int, mesh_dims: int) -> list[tuple[Any, ...]]:
+    return list(product([Replicate(), *(Shard(d) for d in range(ndim))], repeat=mesh_dims))
+
+
+def shapes_by_torch(mesh_shape: tuple[int, ...]) -> Any:
+    mesh = w.mesh(*mesh_shape)
+    differ, count = [], 0
+    for shape in SHAPES:
+        for placements in placements_of(len(shape), mesh.ndim):
+            spec = ShardSpec(mesh, placements, shape, torch.empty(shape).stride())
+            expected = tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[0])
+            count += 1
+            for got in {spec.local_shape(), spec.local_shape(mesh.get_coordinate())} - {expected}:
+                differ.append((shape, placements, got, expected))  # noqa: PERF401  a loop reads better
+    return count, differ
+
+
+@pytest.mark.parametrize(
+    ("world", "mesh"),
+    [(1, (1,)), (2, (2,)), (3, (3,)), (4, (4,)), (4, (2, 2)), (4, (1, 4)), (4, (4, 1)), (3, (1, 3))],
+    indirect=["world"],
+    ids=str,
+)
+def test_local_shape_is_torchs(world: World, mesh: tuple[int, ...]) -> None:
+    for count, differ in world.run(shapes_by_torch, mesh):
+        assert count >= len(SHAPES)
+        assert differ == []
+
+
+def round_trip(mesh_shape: tuple[int, ...]) -> Any:
+    mesh = w.mesh(*mesh_shape)
+    wrong = []
+    for shape, dtype in product(SHAPES, (torch.float32, torch.bfloat16, torch.uint8)):
+        full = (w.random(shape, 3) * 50).to(dtype)
+        for placements in placements_of(len(shape), mesh.ndim):
+            there = w.shard(full, mesh, *placements)
+            tree = {"d": [nn.Parameter(there) if dtype.is_floating_point else there], "p": full, "none": None}
+            locals_, specs = fl.sharding.to_local(tree)
+            back = fl.sharding.from_local(locals_, specs)
+            local, spec, again = locals_["d"][0], specs["d"][0], back["d"][0]
+            fine = (
+                type(local) is torch.Tensor
+                and not local.requires_grad
+                and local.data_ptr() == there.to_local().data_ptr()
+                and specs["p"] is None
+                and back["none"] is None
+                and back["p"].data_ptr() == full.data_ptr()
+                and spec == ShardSpec.of(there)
+                and (again.shape, again.stride(), again.placements) == (there.shape, there.stride(), there.placements)
+                and torch.equal(again.full_tensor(), full)
+            )
+            if not fine:
+                wrong.append((shape, dtype, placements))
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("world", "mesh"), [(1, (1,)), (2, (2,)), (3, (3,)), (4, (4,)), (4, (2, 2))], indirect=["world"], ids=str
+)
+def test_to_local_and_back(world: World, mesh: tuple[int, ...]) -> None:
+    for wrong in world.run(round_trip, mesh):
+        assert wrong == []
+
+
+def error(function: Any, *args: Any) -> str:
+    try:
+        function(*args)
+    except (TypeError, ValueError) as e:
+        return f"{type(e).__name__}: {e}"
+    return "no error"
+
+
+def refusals() -> Any:
+    spec = ShardSpec.of(w.shard(torch.zeros(33, 4)))
+    assert spec is not None
+    partial = DTensor.from_local(torch.ones(4, 4), w.mesh(), [Partial()], run_check=False)
+    plain, cut = {"w": torch.ones(8, 4)}, {"w": w.shard(torch.ones(8, 4))}
+    other = {"w": w.shard(torch.ones(8, 4), w.mesh(1, 2), Replicate(), Shard(0))}
+    tx = fl.chain(fl.clip_by_global_norm(1.0), fl.adam(0.1))
+    state = tx.init(cut)
+    return {
+        "local": tuple(spec.local_shape()),
+        "wrong local": error(spec.wrap, torch.zeros(8, 4)),
+        "from_local": error(fl.sharding.from_local, [torch.zeros(9, 4).T], [spec]),
+        "partial": error(ShardSpec.of, partial),
+        "partial tree": error(fl.sharding.to_local, {"w": partial}),
+        "partial norm": error(fl.global_norm, [partial]),
+        "plain gradient": error(tx.update, plain, state, cut),
+        "plain gradient, compiled": error(fl.compile(tx, backend="eager"), plain, state, cut),
+        "plain gradient, applied": error(fl.apply_updates, cut, plain),
+        "plain parameter": error(fl.compile(tx, backend="eager"), cut, tx.init(plain), plain),
+        "other mesh": error(fl.compile(tx, backend="eager"), other, state, cut),
+        "untouched": torch.equal(cut["w"].full_tensor(), torch.ones(8, 4)),
+    }
+
+
+@two
+def test_what_does_not_fit_is_refused(world: World) -> None:
+    for rank, result in enumerate(world.run(refusals)):
+        rows = (17, 16)[rank]
+        assert result == {
+            "local": (rows, 4),
+            "wrong local": f"ValueError: ShardSpec.wrap: the local shard must have shape ({rows}, 4), which is this "
+            "rank's part of the global shape (33, 4) under (Shard(dim=0),); got (8, 4)",
+            "from_local": f"ValueError: ShardSpec.wrap: the local shard must have shape ({rows}, 4), which is this "
+            "rank's part of the global shape (33, 4) under (Shard(dim=0),); got (4, 9)",
+            "partial": "ValueError: ShardSpec.of: placements must be Shard or Replicate, got Partial(sum) in "
+            "(Partial(sum),); redistribute the tensor first",
+            "partial tree": result["partial"],
+            "partial norm": result["partial"],
+            "plain gradient": "TypeError: clip_by_global_norm.update: updates['w'] is a plain tensor, but its "
+            "parameter is a DTensor",
+            "plain gradient, compiled": "TypeError: compile(tx): updates['w'] is a plain tensor, but its parameter is "
+            "a DTensor",
+            "plain gradient, applied": "TypeError: apply_updates: updates['w'] is a plain tensor, but its parameter is "
+            "a DTensor",
+            "plain parameter": "TypeError: compile(tx): updates['w'] is a DTensor, but its parameter is a plain tensor",
+            "other mesh": "ValueError: compile(tx): updates['w'] lies on "
+            "DeviceMesh((replicate=1, shard=2), 'cpu', stride=((), 1)), but its parameter on "
+            "DeviceMesh((shard=2), 'cpu', stride=(1,))",
+            "untouched": True,
+        }
+
+
+def tensor_parallel() -> Any:
+    """FSDP over tensor parallelism, by torch's own functions: column-wise gives strided shards, row-wise cuts rows."""
+    mesh = w.mesh(2, 2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    parallelize_module(model, mesh["shard"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["replicate"])
+    params = dict(model.named_parameters())
+    placements = {n: str(p.placements) for n, p in params.items()}
+    with warnings.catch_warnings():
+        # torch 2.13: the row-wise layer ends in a view, and fully_shard warns of writing to it; nobody does.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+        model(w.random((4, 64), 5)).square().sum().backward()
+    grads = {n: p.grad for n, p in params.items()}
+    row = {"2.weight": params["2.weight"]}
+    tx = fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2))
+    state = tx.init(row)
+    before = row["2.weight"].full_tensor().clone()
+    norm = fl.global_norm({"2.weight": grads["2.weight"]})
+    row, state = fl.compile(tx, backend="eager")({"2.weight": grads["2.weight"]}, state, row)
+    return {
+        "placements": placements,
+        "strided": error(ShardSpec.of, params["0.weight"]),
+        "init": error(fl.adamw8bit(1e-3).init, params),
+        "norm": (float(norm), float(grads["2.weight"].full_tensor().norm())),
+        "moved": float((row["2.weight"].full_tensor() - before).detach().abs().max()),
+        "why": [row.why for row in fl.describe(state).rows if row.format == "companded8"],
+        "moment": tuple(state[1][0].mu["2.weight"].dequantize().full_tensor().shape),
+    }
+
+
+@four
+def test_fsdp_over_tensor_parallelism(world: World) -> None:
+    for result in world.run(tensor_parallel):
+        assert result["placements"]["0.weight"] == "(_StridedShard(dim=0, sf=2), Shard(dim=0))"
+        assert result["placements"]["2.weight"] == "(Shard(dim=0), Shard(dim=1))"
+        assert result["strided"] == (
+            "ValueError: ShardSpec.of: placements must be Shard or Replicate, got _StridedShard(dim=0, sf=2) in "
+            "(_StridedShard(dim=0, sf=2), Shard(dim=0)); redistribute the tensor first"
+        )
+        assert result["init"] == result["strided"]
+        norm, expected = result["norm"]
+        assert norm == pytest.approx(expected, rel=1e-5)  # float32 sums of 8192 squares, in another order
+        assert 0 < result["moved"] <= 1.01e-2  # Adam's first step is lr, plus decay of 1e-4 * lr * |p|
+        assert len(result["why"]) == 2
+        assert all("the mesh cuts its rows" in why for why in result["why"])
+        assert result["moment"] == (64, 128)
+
+
+def other_gradients(way: str, clipped: bool) -> Any:
+    """One gradient, resting sharded, repeated, as parts of a sum, and cut along the other dimension."""
+    full, mesh = w.random((33, 512), 1), w.mesh()
+    # Halves of powers of two add up exactly, so the sum over ranks is `full` bit for bit at two ranks.
+    half = DTensor.from_local(full / 2, mesh, [Partial()], run_check=False)
+    rests = {
+        "sharded": w.shard(full),
+        "repeated": w.shard(full, mesh, Replicate()),
+        "sum": half,
+        "columns": w.shard(full, mesh, Shard(1)),
+    }
+    seen = {}
+    for name, grad in rests.items():
+        tx: Any = fl.adamw8bit(1e-2)
+        if clipped:
+            tx = fl.apply_if_finite(fl.chain(fl.clip_by_global_norm(1.0), tx))
+        params = {"w": w.shard(w.random((33, 512), 0))}
+        params, state = w.take(tx, way)({"w": grad}, tx.init(params), params)
+        seen[name] = (w.fingerprint(params), w.of_state(state))
+        assert tuple(grad.placements) == tuple(rests[name].placements)
+    return seen
+
+
+@two
+@pytest.mark.parametrize("way", ["eager", "pure"])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_gradients_with_other_placements_are_moved_to_their_parameters(world: World, way: str, clipped: bool) -> None:
+    for seen in world.run(other_gradients, way, clipped):
+        assert seen["repeated"] == seen["sharded"]
+        assert seen["sum"] == seen["sharded"]
+        assert seen["columns"] == seen["sharded"]
+
+
+def foreign_state() -> Any:
+    """A state made before the parameters were sharded, or for parameters sharded otherwise."""
+    full = w.random((64, 128), 0)
+    tx = fl.chain(fl.scale(1.0), fl.adamw8bit(1e-2))
+    small = {"w": w.shard(w.random((8, 2), 0))}
+    params = {"w": w.shard(full)}
+    grads = {"w": w.shard(w.random((64, 128), 1))}
+    step = fl.compile(tx, backend="eager")
+    states = {
+        "plain": tx.init({"w": full}),
+        "columns": tx.init({"w": w.shard(full, w.mesh(), Shard(1))}),
+        "repeated": tx.init({"w": w.shard(full, w.mesh(), Replicate())}),
+    }
+    errors = {name: error(step, grads, state, params) for name, state in states.items()}
+    plain32 = tx.init({"w": w.random((8, 2), 0)})
+    errors["plain, float32"] = error(step, {"w": w.shard(w.random((8, 2), 1))}, plain32, small)
+    errors["pure"] = error(tx.update, grads, states["plain"], params)
+    errors["other way"] = error(step, {"w": full.clone()}, tx.init(params), {"w": full})
+    return errors, torch.equal(params["w"].full_tensor(), full)
+
+
+@two
+def test_a_state_sharded_unlike_its_parameters_is_refused(world: World) -> None:
+    for errors, untouched in world.run(foreign_state):
+        assert untouched
+        rest = "; make the state with init(params) after the parameters are sharded"
+        cut, none = "(Shard(dim=0),)", "none (a plain tensor)"
+        start = "ValueError: compile(tx): state.mu['w'] has sharding"
+        assert errors == {
+            "plain": f"{start} {none}, but its parameter has {cut}{rest}",
+            "columns": f"{start} (Shard(dim=1),), but its parameter has {cut}{rest}",
+            "repeated": f"{start} (Replicate(),), but its parameter has {cut}{rest}",
+            "plain, float32": f"{start} {none}, but its parameter has {cut}{rest}",
+            "pure": f"ValueError: scale_by_adam.update: state.mu['w'] has sharding {none}, but its parameter has "
+            f"{cut}{rest}",
+            "other way": f"{start} {cut}, but its parameter has {none}{rest}",
+        }
