@@ -144,8 +144,11 @@ def _write(old: Any, new: Any, read: Any) -> Any:
     if not old.format.scaled or new.numel() == 0:
         return fresh
     changed = old.layout.local_grid().to_blocks(new != read).any(dim=-1, keepdim=True)
-    codes, scales = (torch.where(changed, a, b) for a, b in zip(fresh.local_blocks(), old.local_blocks(), strict=True))
-    return old.layout.store(codes, scales)
+    codes, scales = fresh.local_blocks()
+    old_codes, old_scales = old.local_blocks()
+    assert scales is not None
+    assert old_scales is not None
+    return old.layout.store(torch.where(changed, codes, old_codes), torch.where(changed, scales, old_scales))
 
 
 def _saves(format: Format, shape: tuple[int, ...], block_size: int) -> bool:

@@ -70,16 +70,17 @@ def flatten_up_to(treedef: TreeDef, tree: Tree) -> list[Any]:
 
 def difference(treedef: TreeDef, tree: Tree, path: str = "") -> str:
     """Where a tree first leaves a structure, in words without the tensors themselves; "" if it begins like it."""
-    if treedef.is_leaf():
+    kind = treedef.type
+    if kind is None:  # a leaf
         return ""
     level = children(tree)
-    both_dicts = issubclass(treedef.type, dict) and isinstance(tree, dict)
-    if level is None or not (both_dicts or type(tree) is treedef.type):
-        expected = "None" if treedef.type is type(None) else f"a {treedef.type.__name__}"
+    both_dicts = issubclass(kind, dict) and isinstance(tree, dict)
+    if level is None or not (both_dicts or type(tree) is kind):
+        expected = "None" if kind is type(None) else f"a {kind.__name__}"
         got = "None" if tree is None else type(tree).__name__
         return f"{expected} was expected{f' at {path!r}' if path else ''}, got {got}"
     kids = dict(zip(level[1], level[0], strict=True))
-    expected = dict(zip(map(str, getattr(treedef.type, "_fields", treedef.entries())), treedef.children(), strict=True))
+    expected = dict(zip(map(str, getattr(kind, "_fields", treedef.entries())), treedef.children(), strict=True))
     for name in [*expected, *kids]:
         inside = f"{path}.{name}" if path else name
         if name not in kids:
