@@ -80,6 +80,7 @@ def make_kernel(key: KernelKey) -> Callable[..., None]:
                 u = torch.where(scalars[gate] > 0, u, 0.0)
             for parts, codec, value in zip(places, codecs, news, strict=True):
                 for place, part in zip(parts, (value,) if codec is None else codec.encode(value), strict=False):
+                    assert part is not None
                     for gate in gates:
                         # Codes are kept, not decoded values: not every format writes what it read as the same code.
                         part = torch.where(scalars[gate] > 0, part, place)

@@ -1,8 +1,10 @@
 """What several test files need: trees of random tensors, copies, and comparison bit for bit."""
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -40,6 +42,12 @@ def bits(x: Tensor) -> Tensor:
     x = torch.where(x == 0, torch.zeros((), dtype=x.dtype), x).contiguous()
     x = torch.where(x.isnan(), torch.full((), float("nan"), dtype=x.dtype), x)
     return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def refuses(kind: type[Exception], message: str, call: Callable[[], Any]) -> None:
+    """The call raises, with exactly this text."""
+    with pytest.raises(kind, match=f"^{re.escape(message)}$"):
+        call()
 
 
 def random_like(tree: Any, seed: int, dtype: torch.dtype | None = None) -> Any:
