@@ -1,6 +1,7 @@
 """A tensor in few bits: codes and scales, with what is needed to read them."""
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,16 @@ class Layout(NamedTuple):
 
     def local_grid(self) -> Grid:
         """The grid of this rank's part. Where rows are whole it is a part of the global grid."""
-        return grid_of(self.local_shape(), self.block_size)
+        return self._grid_of_shard(self.local_shape())
+
+    def _grid_of_shard(self, shape: tuple[int, ...]) -> Grid:
+        """The grid of a shard. One whose rows the mesh cut to less than half a block counts as a single row.
+
+        Else a shard of columns of one element would have a scale for each, which takes more room than float32, and
+        blocks of one element, for which the compiler makes a graph of their own.
+        """
+        grid = grid_of(shape, self.block_size)
+        return grid_of((prod(shape),), self.block_size) if self.cut and 2 * grid.row_length < self.block_size else grid
 
     @property
     def cut(self) -> bool:
@@ -61,7 +71,7 @@ class Layout(NamedTuple):
             own = spec.like(whole)
             return own.wrap(blocks.reshape(own.local_shape()))
         # The longest shard is not always the one with most blocks: 768 is 3 x 256, 640 is 4 x 160.
-        grids = [grid_of(shape, self.block_size) for shape in spec.local_shapes()]
+        grids = [self._grid_of_shard(shape) for shape in spec.local_shapes()]
         own = spec.per_shard(max(grid.rows * per_row(grid) for grid in grids))
         padded = blocks.new_zeros(own.shape[-1])
         padded[: blocks.numel()] = blocks.flatten()
