@@ -92,7 +92,8 @@ def test_a_cut_leaf_trains(world: World, alone: Callable[..., Any], way: str, di
             assert error.mean() <= 1.1 * (plain["params"][name] - flat).abs().mean()
             why = result["why"][f"0.trace.{name}"]
             assert why == "at least 4,096 elements; the mesh cuts its rows, so each shard has blocks of its own"
-        assert result["state bytes"] <= 1.05 * result["elements"]
+        # Every rank holds as much as the largest, which is rank 0 for every leaf.
+        assert result["state bytes"] <= 1.05 * results[0]["elements"]
     if way == "inductor":
         assert {r["graphs"] for r in results} == {1}
 
