@@ -26,15 +26,14 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it CUDA's sums do not repeat bit for bit
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-
 try:
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
     from byte_lm_report import LABELS, Result, plot, print_difference, print_table
+    from torch import Tensor, nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
     from tqdm import tqdm
 
     import functional_lowbit as fl
@@ -355,7 +354,7 @@ def join_ranks(args: argparse.Namespace) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=240, help="of each run (default 240)")
     parser.add_argument("--width", type=int, default=192, help="of the model, a multiple of 32 (default 192)")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--batch", type=int, default=8, help="windows of 129 bytes per step, all ranks (default 8)")

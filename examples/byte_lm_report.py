@@ -55,7 +55,7 @@ def print_table(results: dict[str, Result]) -> None:
             f"{r.step_ms:13.2f}{r.graphs:13}{r.step_seconds[0]:11.2f} s"
         )
     print("losses: nats per byte, train over the last 10 steps; ms/step: clipping and optimizer, median;")
-    print("first step: compiling included\n")
+    print("first step: compiling included, and loading the compiler where it is first used\n")
 
 
 def print_difference(results: dict[str, Result]) -> None:
