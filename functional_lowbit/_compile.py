@@ -29,6 +29,12 @@ class Kernel:
     graphs: int = 0
 
 
+FUSE_ALL = dict.fromkeys(
+    ("realize_reads_threshold", "realize_opcount_threshold", "realize_acc_reads_threshold"), 10_000
+)
+"""Inductor writes a value that is used twice to memory if it was expensive. For new moments, which are needed for the
+step, for the scales and for the codes, that is seven loops over memory instead of two."""
+
 _kernels: dict[tuple[KernelKey, str], Kernel] = {}
 
 
@@ -41,7 +47,9 @@ def _kernel_for(key: KernelKey, backend: str) -> Kernel:
         if backend != "eager":
             compiler = lookup_backend(backend)
 
-            def counted(graph: Any, inputs: Any, **options: Any) -> Any:
+            options = {"config_patches": FUSE_ALL} if backend == "inductor" else {}
+
+            def counted(graph: Any, inputs: Any) -> Any:
                 kernel.graphs += 1
                 return compiler(graph, inputs, **options)
 

@@ -65,7 +65,16 @@ def _is_direct(leaf: Leaf, shaped: Sequence[bool]) -> bool:
 
 def _spread(grid: Grid | None, x: Tensor) -> Tensor:
     """A tensor of the leaf's shape as [n_blocks, block], or flat."""
-    return x.reshape(-1) if grid is None else grid.to_blocks(x)
+    if grid is None:
+        return x if x.ndim == 1 else x.reshape(-1)
+    return grid.to_blocks(x)
+
+
+def _gathered(grid: Grid | None, x: Tensor, shape: Sequence[int]) -> Tensor:
+    """The way back from `_spread`."""
+    if grid is None:
+        return x if len(shape) == 1 else x.view(shape)
+    return grid.from_blocks(x, shape)
 
 
 def _pieces(leaf: Leaf, shaped: Sequence[bool]) -> Iterator[Leaf]:
@@ -110,9 +119,9 @@ def _run_staged(batch: list[Leaf], shaped: Sequence[bool], call: Callable[[list[
     arguments, lengths = [], []
     for i, like in enumerate(shaped):
         parts = [_spread(leaf.grid, leaf.tensors[i]) if like else leaf.tensors[i] for leaf in batch]
-        lengths.append([len(part) for part in parts])
+        lengths.append([part.shape[0] for part in parts])
         together = torch.cat(parts)
-        if len(together) < 2:  # a size of 1 would be taken for a constant
+        if together.shape[0] < 2:  # a size of 1 would be taken for a constant
             together = F.pad(together, (0, 0) * (together.ndim - 1) + (0, 1), value=1.0)
         arguments.append(together)
     call(arguments)
@@ -122,8 +131,5 @@ def _run_staged(batch: list[Leaf], shaped: Sequence[bool], call: Callable[[list[
         parts = arguments[i][: sum(lengths[i])].split(lengths[i])
         places = [leaf.tensors[i] for leaf in batch]
         if like:
-            parts = [
-                part.view(place.shape) if leaf.grid is None else leaf.grid.from_blocks(part, place.shape)
-                for leaf, part, place in zip(batch, parts, places, strict=True)
-            ]
+            parts = [_gathered(leaf.grid, x, place.shape) for leaf, x, place in zip(batch, parts, places, strict=True)]
         torch._foreach_copy_(places, list(parts))  # pyright: ignore[reportPrivateImportUsage]

@@ -1,6 +1,7 @@
 """The only door to optree: flatten, map, paths, and registration of our own nodes."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import optree
@@ -52,6 +53,7 @@ def map_leaves(function: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
     return unflatten(treedef, map(function, first, *others))
 
 
+@lru_cache(maxsize=64)
 def names(treedef: TreeDef) -> list[str]:
     """The path of each leaf as people read it: `layers.0.weight`; the root is the empty string."""
     return [

@@ -158,7 +158,7 @@ def local_of(x: Tensor) -> Tensor:
             x = x.to_local()
         if hasattr(x, "wait"):  # an AsyncCollectiveTensor, whose communication may not have ended
             x = x.wait()  # type: ignore[operator]
-    return x.detach()
+    return x.detach() if x.requires_grad or type(x) is not Tensor else x
 
 
 def wrap(local: Tensor, spec: ShardSpec | None) -> Tensor:
