@@ -113,3 +113,46 @@ def test_every_way_to_step_gives_the_same_bits(alone: Callable[..., Any], optimi
     before = w.fingerprint(start(torch.float32))
     changed = {name for name, bits in ways[0]["params"].items() if bits != before[name]}
     assert changed == set(SHAPES) - {"empty"}
+
+
+def rare(sharded: bool) -> dict[str, Any]:
+    """What the runs above leave out: donation off, masks, a user's own pair, a transposed parameter, `quantize`."""
+    cut = w.shard if sharded else (lambda x: x)
+    seen: dict[str, Any] = {}
+    full = {"t": w.random((96, 50), 0).t(), "w": w.random((33, 256), 1), "b": w.random((7,), 2)}
+    double = fl.GradientTransformation(lambda params: (), lambda u, s, p=None: (fl.tree.scale(2.0, u), s))
+    rules = {
+        "masked": lambda: fl.chain(
+            fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2, weight_decay=0.1, mask={"t": True, "w": True, "b": False})
+        ),
+        "left out": lambda: fl.masked(
+            fl.chain(fl.clip_by_global_norm(0.1), fl.adam8bit(1e-2)), {"t": True, "w": True, "b": False}
+        ),
+        "opaque": lambda: fl.chain(fl.clip_by_global_norm(1.0), double, fl.adamw8bit(1e-2)),
+    }
+    for name, rule in rules.items():
+        for way in ("eager", "pure"):
+            tx = rule()
+            params = {n: cut(x) for n, x in full.items()}
+            state = tx.init(params)
+            kept = w.fingerprint(params), w.of_state(state)
+            step = w.take(tx, way) if way == "pure" else fl.compile(tx, backend=way, donate=False)
+            new, new_state = params, state
+            for k in range(3):
+                grads = {n: cut(w.random(tuple(x.shape), 10 * k + i)) for i, (n, x) in enumerate(full.items())}
+                new, new_state = step(grads, new_state, new)
+            assert (w.fingerprint(params), w.of_state(state)) == kept
+            hashes = {n: w.digest(w.whole(x)) for n, x in new.items()}  # the stride of a sum is torch's choice
+            seen[name, way] = hashes, w.of_state(new_state)
+    for format in fl.formats.names():
+        q = fl.quantize(cut(w.random((35, 300), 5).square()), format, signed=False)
+        seen[format] = w.fingerprint({"x": q.dequantize(), "codes": q.codes})
+    return seen
+
+
+def test_masks_own_pairs_and_transposed_leaves(world: World, alone: Callable[..., Any]) -> None:
+    plain = alone(rare, False)
+    for name in ("masked", "left out", "opaque"):
+        assert plain[name, "eager"] == plain[name, "pure"]
+    for seen in world.run(rare, True):
+        assert seen == plain
