@@ -1,0 +1,314 @@
+"""Time one optimizer step beside torch's fused float32 AdamW, in one run.
+
+    python benchmarks/step_time.py [--size 8388608] [--rounds 15] [--skip-peers] [--json FILE] [--plot FILE]
+
+Every timing of a contender is taken right after one of the reference, and their ratio is what is reported: two runs on
+one machine may differ by a factor of two, a ratio from within one run hardly does. See benchmarks/README.md.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from step_time_report import machine, plot, print_goals, print_table
+from torch import Tensor
+
+import functional_lowbit as fl
+
+LR, WEIGHT_DECAY, MAX_NORM = 1e-3, 0.1, 1.0
+REFERENCE = "torch fused"
+MIN_SECONDS = 0.02  # of one timing; quick steps are repeated more often
+SLOW, SLOW_ROUNDS = 20.0, 5  # a contender this many times slower than the reference is timed in the first rounds only
+
+GPT_LAYER = [(1152, 384), (384, 384), (1536, 384), (384, 1536), (384,), (384,)]
+ODD = [(4097,), (5, 1031), (127, 129), (33, 512), (3, 2048), (129, 192), (7, 300), (640, 250), (1, 9001), (9001, 1)]
+ODD += [(17, 19, 23), (64, 3, 7, 7), (2, 3, 5, 7, 11), (31,), (), (0, 8), (100, 100), (241, 241), (12, 1024), (8, 8, 8)]
+
+
+def workloads(size: int) -> dict[str, list[tuple[int, ...]]]:
+    """Name to shapes."""
+    return {
+        "one": [(max(1, size // 2048), 2048)],
+        "gpt": [(8192, 384), (513, 384), *GPT_LAYER * 6, (384,), (8192, 384)],
+        "small": [(256,)] * 1000,
+        "odd": ODD,
+    }
+
+
+@dataclass
+class Contender:
+    """Something whose step is timed, and what was measured of it."""
+
+    step: Callable[[], Any]
+    state_bytes: Callable[[], int]
+    compiled: Any = None  # our step, which knows its graphs
+    repeats: int = 1
+    seconds: list[float] = field(default_factory=list)  # of one step, for each round
+    ratios: list[float] = field(default_factory=list)  # to the reference's timing right before
+
+
+def leaves(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str, seed: int) -> list[Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=source).to(device, dtype) for shape in shapes]
+
+
+def torch_style(make: Callable[[list[Any]], Any], params: list[Tensor], grads: list[Tensor], clip: bool) -> Contender:
+    modules = [torch.nn.Parameter(p) for p in params]
+    for p, g in zip(modules, grads, strict=True):
+        p.grad = g.clone() if clip else g  # clipping writes to the gradients
+    optimizer = make(modules)
+
+    def step() -> None:
+        if clip:
+            torch.nn.utils.clip_grad_norm_(modules, MAX_NORM)
+        optimizer.step()
+
+    return Contender(step, lambda: nbytes(list(optimizer.state.values())))
+
+
+def ours(tx: fl.GradientTransformation, params: list[Tensor], grads: list[Tensor]) -> Contender:
+    step, holder = fl.compile(tx), {"params": params, "state": tx.init(params)}
+
+    def run() -> None:
+        holder["params"], holder["state"] = step(grads, holder["state"], holder["params"])
+
+    return Contender(run, lambda: fl.describe(holder["state"]).total_bytes, step)
+
+
+Maker = Callable[[list[Tensor], list[Tensor]], Contender]
+
+
+def contenders() -> dict[str, tuple[Maker, torch.dtype]]:
+    """Name to (how to make it, dtype of parameters and gradients)."""
+
+    def torch_adamw(clip: bool = False, **kind: bool) -> Maker:
+        kwargs = {"lr": LR, "weight_decay": WEIGHT_DECAY, **kind}
+        return lambda p, g: torch_style(lambda m: torch.optim.AdamW(m, **kwargs), p, g, clip)
+
+    def eight_bits(format: str) -> fl.GradientTransformation:
+        return fl.adamw8bit(LR, weight_decay=WEIGHT_DECAY, format=format)
+
+    clipped = fl.chain(fl.clip_by_global_norm(MAX_NORM), eight_bits("companded8"))
+    f32, bf16 = torch.float32, torch.bfloat16
+    return {
+        REFERENCE: (torch_adamw(fused=True), f32),
+        "torch foreach": (torch_adamw(foreach=True), f32),
+        "torch clip + fused": (torch_adamw(clip=True, fused=True), f32),
+        "torch fused, bf16": (torch_adamw(fused=True), bf16),
+        "adamw": (lambda p, g: ours(fl.adamw(LR, weight_decay=WEIGHT_DECAY), p, g), f32),
+        "adamw8bit": (lambda p, g: ours(eight_bits("companded8"), p, g), f32),
+        "adamw8bit dynamic8": (lambda p, g: ours(eight_bits("dynamic8"), p, g), f32),
+        "clip + adamw8bit": (lambda p, g: ours(clipped, p, g), f32),
+        "adamw8bit, bf16": (lambda p, g: ours(eight_bits("companded8"), p, g), bf16),
+    }
+
+
+def peers() -> dict[str, tuple[Maker, torch.dtype]]:
+    """8-bit AdamW of other libraries, as far as they are installed (extra `parity`)."""
+    found: dict[str, tuple[Maker, torch.dtype]] = {}
+    kwargs = {"lr": LR, "weight_decay": WEIGHT_DECAY}
+    for name in ("torchao", "bitsandbytes"):
+        try:
+            module = __import__(f"{name}.optim", fromlist=["AdamW8bit"])
+        except Exception as error:  # what a foreign import raises is not ours to know
+            print(f"{name}: not measured, its import failed: {error!r}")
+            continue
+        found[name] = (
+            lambda p, g, m=module: torch_style(lambda x: m.AdamW8bit(x, **kwargs), p, g, False),
+            torch.float32,
+        )
+    return found
+
+
+def make(name: str, shapes: list[tuple[int, ...]], device: str) -> Contender:
+    maker, dtype = (contenders() | (peers() if name in ("torchao", "bitsandbytes") else {}))[name]
+    return maker(leaves(shapes, dtype, device, 0), leaves(shapes, dtype, device, 1))
+
+
+def timed(contender: Contender, device: str) -> float:
+    """Seconds of one step: the median of the repeats of one timing."""
+    seconds = []
+    for _ in range(contender.repeats):
+        start = time.perf_counter()
+        contender.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def warm_up(contender: Contender, device: str) -> None:
+    """Two steps, in which all compiling is done. Then set the repeats of a timing, so that it fills `MIN_SECONDS`.
+
+    Three at least: the first step of a timing finds the caches full of another contender's numbers, the median does not.
+    """
+    for _ in range(2):
+        timed(contender, device)
+    contender.repeats = max(3, min(100, math.ceil(MIN_SECONDS / timed(contender, device))))
+
+
+def race(entries: dict[str, Contender], rounds: int, device: str) -> None:
+    """Reference, contender, reference, next contender, … in every round."""
+    reference = entries[REFERENCE]
+    for r in range(rounds):
+        for contender in entries.values():
+            if r >= SLOW_ROUNDS and contender.ratios[0] > SLOW:
+                continue
+            before = timed(reference, device)
+            contender.seconds.append(timed(contender, device))
+            contender.ratios.append(contender.seconds[-1] / before)
+
+
+def nbytes(x: Any) -> int:
+    """Bytes of all tensors in a state; a tensor subclass counts as the plain tensors inside it."""
+    if isinstance(x, Tensor):
+        if hasattr(x, "__tensor_flatten__"):
+            return sum(nbytes(getattr(x, name)) for name in x.__tensor_flatten__()[0])
+        return x.nbytes
+    children = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
+    return sum(nbytes(child) for child in children)
+
+
+@contextmanager
+def quiet_stderr() -> Iterator[None]:
+    """Drop what native code writes to file descriptor 2: the profiler announces each start and stop there."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def peak_extra(step: Callable[[], Any], device: str) -> int:
+    """Bytes that one step has allocated, at most, beyond what was there before.
+
+    On CUDA the allocator's own peak. On the CPU every allocation and release of torch's allocator, which compiled code
+    uses too, as the profiler records them.
+    """
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    with tempfile.TemporaryDirectory() as folder:
+        with quiet_stderr(), torch.profiler.profile(profile_memory=True) as profile:
+            step()
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    changes = sorted((e["ts"], i, e["args"]["Bytes"]) for i, e in enumerate(events) if e.get("name") == "[memory]")
+    now = peak = 0
+    for *_, change in changes:
+        now += change
+        peak = max(peak, now)
+    return peak
+
+
+def cold_first_step(name: str, workload: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The first step in a fresh process with an empty compile cache."""
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, __file__, "--cold", name, workload, "--size", str(args.size)]
+        command += ["--threads", str(args.threads), "--device", args.device]
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the cold first step of {name} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_cold(name: str, shapes: list[tuple[int, ...]], device: str) -> None:
+    """What the fresh process does."""
+    contender = make(name, shapes, device)
+    seconds = timed(contender, device)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    print(json.dumps({"seconds": seconds, "graphs": graphs, "shapes": len(set(shapes)), "leaves": len(shapes)}))
+
+
+def measure(workload: str, shapes: list[tuple[int, ...]], args: argparse.Namespace) -> dict[str, Any]:
+    """All contenders on one workload: name to row."""
+    makers = contenders() | ({} if args.skip_peers or workload != "one" else peers())
+    entries: dict[str, Contender] = {}
+    for name, (maker, dtype) in makers.items():
+        entry = maker(leaves(shapes, dtype, args.device, 0), leaves(shapes, dtype, args.device, 1))
+        try:
+            warm_up(entry, args.device)
+        except Exception as error:
+            if name not in ("torchao", "bitsandbytes"):
+                raise
+            print(f"{name}: not measured, its step failed: {error!r}")
+            continue
+        entries[name] = entry
+    race(entries, args.rounds, args.device)
+    params = sum(math.prod(shape) for shape in shapes)
+    largest = 4 * max(math.prod(shape) for shape in shapes)
+    return {
+        name: {
+            "ns_per_param": 1e9 * statistics.median(entry.seconds) / params,
+            "ratio": statistics.median(entry.ratios),
+            "ratios": entry.ratios,
+            "graphs": None if entry.compiled is None else entry.compiled.graphs,
+            "state_bytes_per_param": entry.state_bytes() / params,
+            "peak_extra_bytes": (peak := peak_extra(entry.step, args.device)),
+            "peak_extra_leaves": peak / largest,
+        }
+        for name, entry in entries.items()
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", type=int, default=2**23, help="elements of the one large leaf")
+    parser.add_argument("--rounds", type=int, default=15, help="timings of each contender")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--workloads", nargs="+", default=list(workloads(1)), choices=list(workloads(1)))
+    parser.add_argument("--skip-peers", action="store_true", help="leave out torchao and bitsandbytes")
+    parser.add_argument("--skip-cold", action="store_true", help="leave out the first steps in fresh processes")
+    parser.add_argument("--json", help="write everything measured to this file")
+    parser.add_argument("--plot", help="draw the ratios into this file (needs matplotlib)")
+    parser.add_argument("--cold", nargs=2, metavar=("NAME", "WORKLOAD"), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    torch.set_num_threads(args.threads)
+    shapes = workloads(args.size)
+    if args.cold:
+        run_cold(args.cold[0], shapes[args.cold[1]], args.device)
+        return
+    title = machine(args.device)
+    print(title)
+    results = {}
+    for workload in args.workloads:
+        results[workload] = measure(workload, shapes[workload], args)
+        print_table(workload, shapes[workload], results[workload])
+    cold = {}
+    wanted = [("adamw8bit", "gpt"), ("adamw8bit", "odd"), ("clip + adamw8bit", "gpt"), ("adamw8bit dynamic8", "gpt")]
+    wanted += [] if args.skip_peers or "torchao" not in results.get("one", {}) else [("torchao", "one")]
+    for name, workload in [] if args.skip_cold else wanted:
+        cold[f"{name}, {workload}"] = {"name": name, "workload": workload, **cold_first_step(name, workload, args)}
+    print_goals(results, cold)
+    if args.json:
+        kept = {"machine": title, "size": args.size, "results": results, "cold": cold}
+        Path(args.json).write_text(json.dumps(kept, indent=1) + "\n")
+    if args.plot:
+        plot(results, title, args.plot)
+
+
+if __name__ == "__main__":
+    main()

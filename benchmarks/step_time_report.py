@@ -1,0 +1,95 @@
+"""What step_time.py measured, as tables, as goals met or not met, and as a picture."""
+
+import math
+import os
+import platform
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def versus(rows: dict[str, Any], name: str, other: str) -> float | None:
+    """Median, over the rounds, of one contender's ratio divided by another's."""
+    if name not in rows or other not in rows:
+        return None
+    return statistics.median(a / b for a, b in zip(rows[name]["ratios"], rows[other]["ratios"], strict=False))
+
+
+def goals(results: dict[str, Any], cold: dict[str, Any]) -> list[tuple[str, float | None, float, bool]]:
+    """(what, measured, goal, whether less is better): docs/design.md's goals."""
+    one, gpt, small = (results.get(name, {}) for name in ("one", "gpt", "small"))
+
+    def of(rows: dict[str, Any], name: str, key: str) -> float | None:
+        return rows[name][key] if name in rows else None
+
+    ours_cold = [c for c in cold.values() if c["name"] != "torchao"]
+    return [
+        ("adamw8bit / torch fused, one leaf", of(one, "adamw8bit", "ratio"), 1.0, True),
+        ("adamw8bit / torch fused, gpt", of(gpt, "adamw8bit", "ratio"), 1.0, True),
+        ("torchao / adamw8bit", versus(one, "torchao", "adamw8bit"), 40.0, False),
+        ("torchao / dynamic8", versus(one, "torchao", "adamw8bit dynamic8"), 15.0, False),
+        ("clip + adamw8bit / adamw8bit, gpt", versus(gpt, "clip + adamw8bit", "adamw8bit"), 1.25, True),
+        ("1000 small leaves: adamw8bit / torch foreach", versus(small, "adamw8bit", "torch foreach"), 3.0, True),
+        ("graphs for a model of 40 leaves", of(gpt, "adamw8bit", "graphs"), 2, True),
+        ("cold first step, slowest of ours, s", max((c["seconds"] for c in ours_cold), default=None), 10.0, True),
+        ("state bytes per parameter, gpt", of(gpt, "adamw8bit", "state_bytes_per_param"), 2.05, True),
+        ("peak extra memory, largest leaf in fp32 = 1", of(gpt, "adamw8bit", "peak_extra_leaves"), 1.0, True),
+    ]
+
+
+def machine(device: str) -> str:
+    """One line: what was measured on."""
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        names = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")]
+        cpu = names[0].split(":", 1)[1].strip() if names else cpu
+    gpu = f", {torch.cuda.get_device_name()}" if device == "cuda" else ""
+    load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    threads = torch.get_num_threads()
+    return f"{cpu}, {os.cpu_count()} cores{gpu}, torch {torch.__version__}, {threads} threads{load}"
+
+
+def print_table(workload: str, shapes: list[tuple[int, ...]], rows: dict[str, Any]) -> None:
+    params = sum(math.prod(shape) for shape in shapes)
+    print(f"\n{workload}: {len(shapes)} leaves, {len(set(shapes))} shapes, {params:,} parameters")
+    head = f"{'':20} {'ns/param':>9} {'ratio':>7} {'min .. max':>16} {'graphs':>6} {'state B/param':>13}"
+    print(f"{head} {'peak MiB':>9} {'in leaves':>9}")
+    for name, row in rows.items():
+        spread = f"{min(row['ratios']):.2f} .. {max(row['ratios']):.2f}"
+        graphs = "" if row["graphs"] is None else row["graphs"]
+        print(
+            f"{name:20} {row['ns_per_param']:9.3f} {row['ratio']:7.2f} {spread:>16} {graphs:>6} "
+            f"{row['state_bytes_per_param']:13.3f} {row['peak_extra_bytes'] / 2**20:9.2f} "
+            f"{row['peak_extra_leaves']:9.3f}"
+        )
+
+
+def print_goals(results: dict[str, Any], cold: dict[str, Any]) -> None:
+    print("\ncold first step (fresh process, empty compile cache)")
+    for c in cold.values():
+        print(f"{c['name']:20} {c['seconds']:6.1f} s, {c['graphs']} graphs for {c['shapes']} shapes ({c['workload']})")
+    print(f"\n{'goal':46} {'measured':>9} {'goal':>8}")
+    for what, value, goal, less in goals(results, cold):
+        verdict = (
+            "not measured" if value is None else "met" if (value <= goal if less else value >= goal) else "not met"
+        )
+        number = "" if value is None else f"{value:.2f}"
+        print(f"{what:46} {number:>9} {'<=' if less else '>='} {goal:<5} {verdict}")
+
+
+def plot(results: dict[str, Any], title: str, path: str) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(results), figsize=(4.5 * len(results), 4), squeeze=False, layout="constrained")
+    for axis, (workload, rows) in zip(axes[0], results.items(), strict=True):
+        ratios = [row["ratio"] for row in rows.values()]
+        low = [row["ratio"] - min(row["ratios"]) for row in rows.values()]
+        high = [max(row["ratios"]) - row["ratio"] for row in rows.values()]
+        axis.barh(list(rows), ratios, xerr=[low, high], color=["#888" if "torch" in n else "#27a" for n in rows])
+        axis.axvline(1.0, color="black", linewidth=0.8)
+        axis.set(title=workload, xscale="log", xlabel="step time / torch fused fp32 AdamW")
+        axis.invert_yaxis()
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=150)
