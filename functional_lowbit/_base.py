@@ -90,17 +90,18 @@ def moments_of(state_class: type) -> dict[str, Moment]:
     return found
 
 
-def accepts_extra(update: Callable[..., Any]) -> bool:
-    """Whether `update` takes keyword arguments beyond (updates, state, params)."""
+def accepted(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Those of the extra arguments that `update` takes: all with `**extra`, else the keyword-only ones by name."""
     try:
-        parameters = inspect.signature(update).parameters.values()
+        parameters = inspect.signature(update).parameters
     except (TypeError, ValueError):
-        return False
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        return {}
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return extra
+    named = {name for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    return {name: value for name, value in extra.items() if name in named}
 
 
 def call_update(update: Callable[..., Any], updates: Tree, state: Any, params: Tree, extra: dict[str, Any]) -> Any:
-    """Call an update function, with the extra arguments only if it takes them."""
-    if extra and accepts_extra(update):
-        return update(updates, state, params, **extra)
-    return update(updates, state, params)
+    """Call an update function with those of the extra arguments that it takes."""
+    return update(updates, state, params, **(accepted(update, extra) if extra else {}))

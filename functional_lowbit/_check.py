@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -24,11 +25,12 @@ def hyperparameter(speaker: str, name: str, value: Any, at_least: float = -math.
         return
     if callable(value):
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):  # numpy's scalars are real numbers too
         raise TypeError(f"{speaker}: {name} must be a float, a 0-d tensor or a schedule, got {type(value).__name__}")
-    if not math.isfinite(value):
+    number = float(value)
+    if not math.isfinite(number):
         raise ValueError(f"{speaker}: {name} must be finite, got {value}")
-    if not at_least <= value < below:
+    if not at_least <= number < below:
         bound = f"at least {at_least:g}" if below == math.inf else f"in [{at_least:g}, {below:g})"
         raise ValueError(f"{speaker}: {name} must be {bound}, got {value}")
 
@@ -42,7 +44,7 @@ def finite(speaker: str, name: str, value: Tensor) -> Tensor:
         raise ValueError(f"{speaker}: {name} must be 0-d at each step, got shape {tuple(value.shape)}")
     if value.device.type == "cpu":
         try:
-            number = float(value)
+            number = float(value.detach())
         except RuntimeError:  # inside torch.func.vmap there is no one number to look at
             return value
         if not math.isfinite(number):
@@ -93,6 +95,19 @@ def updates(speaker: str, paths: Sequence[str], leaves: Sequence[Any], like: Seq
             raise ValueError(
                 f"{speaker}: updates{_at(path)} lies on {u.device_mesh}, but its parameter on {p.device_mesh}"  # type: ignore[attr-defined]
             )
+
+
+def apart(speaker: str, paths: Sequence[str], locals_: Sequence[Tensor]) -> None:
+    """Refuse one tensor under two names where it would be written twice."""
+    seen: dict[int, str] = {}
+    for path, x in zip(paths, locals_, strict=True):
+        if x.numel() and x.device.type != "meta":
+            first = seen.setdefault(x.data_ptr(), path)
+            if first != path:
+                raise ValueError(
+                    f"{speaker}: params{_at(first)} and params{_at(path)} are one tensor, and donated buffers are "
+                    "written in place; leave one out (named_parameters does), or compile with donate=False"
+                )
 
 
 def same_structure(speaker: str, what: str, treedef: _tree.TreeDef, tree: Tree) -> list[Any]:

@@ -112,6 +112,7 @@ class Step:
     def __init__(self, tx: GradientTransformation, donate: bool, backend: str):
         self._program: Program = lower(tx.update)
         self._ops: list[Op] = list(self._program.ops())
+        self._has_opaque = any(isinstance(op, OpaqueOp) for op in self._ops)
         self._donate = donate
         self._backend = backend
         self._used: dict[KernelKey, Kernel] = {}
@@ -188,6 +189,13 @@ class Step:
             hypers.append(op.rule.hyper(op_state))
         specs = [ShardSpec.of(p) for p in leaves]
         locals_ = [local_of(p) for p in leaves]
+        if self._donate:
+            _check.apart(speaker, paths, locals_)
+            if self._has_opaque and not _storages(state).isdisjoint(_storages(locals_)):
+                raise ValueError(
+                    f"{speaker}: the state shares memory with the parameters, which are donated; copy them in init, or "
+                    "compile with donate=False"
+                )
         return _Run(treedef, leaves, specs, locals_, updates, active, states, moments, hypers, extra)
 
     def _flush(self, run: _Run, pending: list[int]) -> list[int]:
@@ -321,7 +329,8 @@ def _copy(x: Any) -> Any:
 
 def _storages(tree: Tree) -> set[int]:
     """The memory that a tree's tensors lie in."""
-    return {local_of(x).untyped_storage().data_ptr() for x in _tree.leaves(tree) if isinstance(x, Tensor)}
+    tensors = (local_of(x) for x in _tree.leaves(tree) if isinstance(x, Tensor))
+    return {x.untyped_storage().data_ptr() for x in tensors if x.numel()}
 
 
 def _apart(x: Any, written: set[int]) -> Any:

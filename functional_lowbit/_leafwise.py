@@ -270,6 +270,8 @@ def leafwise(
     hyperparams = dict(hyperparams or {})
     for key, value in hyperparams.items():
         _check.hyperparameter(speaker, key, value)
+        if not isinstance(value, Tensor) and not callable(value):
+            hyperparams[key] = float(value)
     scheduled = [k for k, v in hyperparams.items() if not isinstance(v, (Tensor, int, float))]
     if state is None:
         state = StepState if scheduled else EmptyState

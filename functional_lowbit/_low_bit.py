@@ -45,7 +45,7 @@ class LowBit(Composite):
         return self.init_state(params, rest_in_float32)
 
     def init_state(self, params: Tree, rest: Rest) -> Any:
-        """The inner state with stored moments; this decision goes before that of an outer `low_bit`."""
+        """The inner state with stored moments. An outer `low_bit` decides on fields that this one does not name."""
         seen: set[str] = set()
         stored = 0
 
@@ -54,11 +54,21 @@ class LowBit(Composite):
         ) -> Tensor | QuantizedTensor:
             nonlocal stored
             seen.add(field)
+            if self.by_field is not None and self.where is None and field not in self.by_field:
+                return rest(field, moment, path, param, value)  # not ours: an outer low_bit may store it
             layout = self.layout(field, moment, path, param)
             if layout is None:
                 return rest_in_float32(field, moment, path, param, value)
             stored += 1
-            return zeros(layout, local_of(param).device) if value is None else encode(local_of(value()), layout)
+            if value is None:
+                return zeros(layout, local_of(param).device)
+            first = local_of(value())
+            if tuple(first.shape) != layout.local_shape():
+                raise ValueError(
+                    f"low_bit: state.{field}[{path!r}] has shape {tuple(first.shape)}, but a moment must have its "
+                    f"parameter's, {layout.local_shape()}; do not declare it Signed or NonNegative"
+                )
+            return encode(first, layout)
 
         state = init_with(self.inner[0], params, keep)
         unknown = set(self.by_field or ()) - seen
