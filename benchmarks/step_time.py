@@ -152,7 +152,7 @@ def timed(contender: Contender, device: str) -> float:
 def warm_up(contender: Contender, device: str) -> None:
     """Two steps, in which all compiling is done. Then set the repeats of a timing, so that it fills `MIN_SECONDS`.
 
-    Three at least: the first step of a timing finds the caches full of another contender's numbers, the median does not.
+    Three at least: the first step of a timing finds the caches full of another contender's numbers.
     """
     for _ in range(2):
         timed(contender, device)
