@@ -87,7 +87,7 @@ def plot(results: dict[str, Any], title: str, path: str) -> None:
         ratios = [row["ratio"] for row in rows.values()]
         low = [row["ratio"] - min(row["ratios"]) for row in rows.values()]
         high = [max(row["ratios"]) - row["ratio"] for row in rows.values()]
-        axis.barh(list(rows), ratios, xerr=[low, high], color=["#888" if "torch" in n else "#27a" for n in rows])
+        axis.barh(list(rows), ratios, xerr=[low, high], color=["#27a" if "adamw" in n else "#888" for n in rows])
         axis.axvline(1.0, color="black", linewidth=0.8)
         axis.set(title=workload, xscale="log", xlabel="step time / torch fused fp32 AdamW")
         axis.invert_yaxis()
