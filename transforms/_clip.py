@@ -39,8 +39,8 @@ def _clip(g: Any, s: Any, p: Any, c: Any) -> Any:
 def clip_by_global_norm(max_norm: Hyper) -> GradientTransformation:
     """Scale all updates down together if their global norm is above a bound.
 
-    The norm is the same number on every mesh (see `global_norm`). A non-finite norm makes every update non-finite, as
-    in optax and torch; `apply_if_finite` skips such a step.
+    The norm is the same number on every mesh (see `global_norm`). As in optax and torch, a NaN makes every update NaN,
+    and an Inf becomes NaN while the finite updates become 0; `apply_if_finite` around it skips such a step.
 
     Args:
         max_norm: The largest Euclidean norm of all updates together, >= 0; in units of the updates.
