@@ -240,8 +240,7 @@ def case_13(way: str, guarded: bool) -> Any:
     }
 
 
-@pytest.mark.parametrize("world", [2, 4], indirect=True, ids="W={}".format)
-@pytest.mark.parametrize("way", ["inductor", "pure"])
+@pytest.mark.parametrize(("world", "way"), [(2, "inductor"), (2, "pure"), (4, "eager")], indirect=["world"], ids=str)
 def test_case_13_a_nan_on_one_rank_spoils_its_own_element(world: World, way: str) -> None:
     for result in world.run(case_13, way, False):
         assert result["nan"] == [[[1000, 7]], [[1000, 7]]]
@@ -249,8 +248,7 @@ def test_case_13_a_nan_on_one_rank_spoils_its_own_element(world: World, way: str
         assert result["step"] == 3
 
 
-@pytest.mark.parametrize("world", [2, 4], indirect=True, ids="W={}".format)
-@pytest.mark.parametrize("way", ["inductor", "pure"])
+@pytest.mark.parametrize(("world", "way"), [(2, "inductor"), (2, "pure"), (4, "eager")], indirect=["world"], ids=str)
 def test_case_13_apply_if_finite_skips_the_step_on_every_rank(world: World, way: str) -> None:
     results = world.run(case_13, way, True)
     for result in results:

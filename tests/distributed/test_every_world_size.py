@@ -45,7 +45,7 @@ RUNS = [
     *(("clip_adamw8bit", way, torch.float32) for way in WAYS),
     ("clip_adamw8bit", "inductor", torch.bfloat16),
     ("clip_adamw8bit", "pure", torch.bfloat16),
-    ("dynamic8", "inductor", torch.float32),
+    ("dynamic8", "eager", torch.float32),  # inductor takes 100 s to compile its kernel
     ("dynamic8", "pure", torch.float32),
     ("bfloat16", "pure", torch.float32),
     ("lion8bit", "inductor", torch.float32),
@@ -104,7 +104,7 @@ def test_params_and_state_have_the_bits_of_the_plain_run(
     assert plain["dtensors"] == {False}
 
 
-@pytest.mark.parametrize("optimizer", ["clip_adamw8bit", "lion8bit", "if_finite", "dynamic8"])
+@pytest.mark.parametrize("optimizer", ["clip_adamw8bit", "lion8bit", "if_finite"])
 def test_every_way_to_step_gives_the_same_bits(alone: Callable[..., Any], optimizer: str) -> None:
     ways = [alone(train, optimizer, way, torch.float32, False) for way in WAYS]
     assert ways[0]["params"] == ways[1]["params"] == ways[2]["params"]

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import functional_lowbit as fl
 
-JOB_SECONDS = 150  # a job may compile on a busy machine; none needs more than a fifth of this
+JOB_SECONDS = 240  # a job may compile on a busy machine; none needs more than a tenth of this on a free one
 COLLECTIVE_SECONDS = 60  # a rank that waits for a dead one gives up
 
 # Forked from a process that has imported torch, a rank starts in a tenth of a second instead of five. Nothing in the
