@@ -29,11 +29,11 @@ class Kernel:
     graphs: int = 0
 
 
-FUSE_ALL = dict.fromkeys(
-    ("realize_reads_threshold", "realize_opcount_threshold", "realize_acc_reads_threshold"), 10_000
-)
-"""Inductor writes a value that is used twice to memory if it was expensive. For new moments, which are needed for the
-step, for the scales and for the codes, that is seven loops over memory instead of two."""
+RECOMPUTE = {"realize_reads_threshold": 16, "realize_opcount_threshold": 60, "realize_acc_reads_threshold": 16}
+"""Inductor writes a value that is used twice to memory if it was expensive, and the new moments are: they are needed for
+the step, for the scales and for the codes. By its own limits (4, 30, 8) that is seven loops over memory; by these it is
+two. Without limits nothing is gained for companded8, and dynamic8 takes a minute to compile, since each use of a value
+is traced again."""
 
 _kernels: dict[tuple[KernelKey, str], Kernel] = {}
 
@@ -47,7 +47,7 @@ def _kernel_for(key: KernelKey, backend: str) -> Kernel:
         if backend != "eager":
             compiler = lookup_backend(backend)
 
-            options = {"config_patches": FUSE_ALL} if backend == "inductor" else {}
+            options = {"config_patches": RECOMPUTE} if backend == "inductor" else {}
 
             def counted(graph: Any, inputs: Any) -> Any:
                 kernel.graphs += 1
