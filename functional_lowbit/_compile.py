@@ -30,10 +30,10 @@ class Kernel:
 
 
 RECOMPUTE = {"realize_reads_threshold": 16, "realize_opcount_threshold": 60, "realize_acc_reads_threshold": 16}
-"""Inductor writes a value that is used twice to memory if it was expensive, and the new moments are: they are needed for
-the step, for the scales and for the codes. By its own limits (4, 30, 8) that is seven loops over memory; by these it is
-two. Without limits nothing is gained for companded8, and dynamic8 takes a minute to compile, since each use of a value
-is traced again."""
+"""Inductor writes a value that is used twice to memory if it was expensive, and the new moments are: they are needed
+for the step, for the scales and for the codes. By its own limits (4, 30, 8) that is seven loops over memory; by these
+it is two. Without limits companded8 gains nothing, and dynamic8 takes a minute to compile: each use of a value is
+traced again."""
 
 _kernels: dict[tuple[KernelKey, str], Kernel] = {}
 
