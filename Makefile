@@ -11,6 +11,9 @@ DEMO_ARGS   ?=
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
 
+# Threads that wait sleep instead of spinning: several ranks on few cores otherwise keep each other from working.
+export OMP_WAIT_POLICY ?= passive
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test parity bench lint format types wheel-check clean distclean
 
