@@ -54,9 +54,14 @@ def main(meeting: str) -> None:
                 "digests": digests,
                 "graphs": step.graphs,
             }
-        )
+        ),
+        flush=True,
     )
+    dist.barrier()  # no rank leaves while another still reads from it
     dist.destroy_process_group()
+    # torch 2.13: seen once, at interpreter exit a thread was destroyed unjoined, which aborts the process
+    # ("terminate called without an active exception"). The job is done by here.
+    os._exit(0)
 
 
 if __name__ == "__main__":
