@@ -16,6 +16,7 @@ from functional_lowbit import _check, _staging, _tree
 from functional_lowbit._base import GradientTransformation, Tree, call_update
 from functional_lowbit._kernel import KernelKey, Stage, example, make_kernel
 from functional_lowbit._leafwise import Shared, as_sharded
+from functional_lowbit._low_bit import read_moments
 from functional_lowbit._program import GateOp, LeafOp, Op, OpaqueOp, Program, lower
 from functional_lowbit._quantized import QuantizedTensor
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
@@ -35,6 +36,8 @@ for the step, for the scales and for the codes. By its own limits (4, 30, 8) tha
 it is two. Without limits companded8 gains nothing, and dynamic8 takes a minute to compile: each use of a value is
 traced again."""
 
+ONE = torch.ones((), dtype=torch.float32)
+
 _kernels: dict[tuple[KernelKey, str], Kernel] = {}
 
 
@@ -53,6 +56,8 @@ def _kernel_for(key: KernelKey, backend: str) -> Kernel:
                 kernel.graphs += 1
                 return compiler(graph, inputs, **options)
 
+            args, varying = example(key)
+            function(*args)  # what is wrong with a leaf function is said without the compiler's words around it
             kernel.run = torch.compile(function, backend=counted, fullgraph=True)
             args, varying = example(key)
             for arg, dim in varying:
@@ -90,9 +95,10 @@ class _Run:
                 leaves.append(u if self.as_given else wrap(u, self.specs[i]))
         return _tree.unflatten(self.treedef, leaves)
 
-    def param_tree(self) -> Tree:
-        """The parameters as given."""
-        return _tree.unflatten(self.treedef, self.params)
+    def param_tree(self, active: list[bool] | None = None) -> Tree:
+        """The parameters as given; None at leaves that are not active."""
+        leaves = self.params if active is None else [p if a else None for p, a in zip(self.params, active, strict=True)]
+        return _tree.unflatten(self.treedef, leaves)
 
     def take(self, updates: list[Any]) -> None:
         """Go on with these updates, sharded like their parameters: what looks at them next may be a global norm."""
@@ -144,8 +150,8 @@ class Step:
                 whole = op.rule.prepare is not None
                 run.shared[i] = op.rule.share(
                     run.update_tree(run.active[i]) if whole else None,
-                    run.states[i],
-                    run.param_tree() if whole else None,
+                    read_moments(run.states[i]) if whole and op.rule.moments else run.states[i],
+                    run.param_tree(run.active[i]) if whole else None,
                     run.hypers[i],
                 )
                 pending.append(i)
@@ -186,6 +192,13 @@ class Step:
                         _check.moment_shape(speaker, name, path, leaf, value)
                 fields.append(values)
             moments.append(list(zip(*fields, strict=True)) if fields else [()] * len(leaves))
+            for path, each in zip(paths, moments[-1], strict=True):
+                sizes = {m.block_size for m in each if isinstance(m, QuantizedTensor) and m.format.scaled}
+                if len(sizes) > 1:
+                    raise ValueError(
+                        f"{speaker}: the moments of {op.rule.name} at {path!r} have block sizes "
+                        f"{' and '.join(map(str, sorted(sizes)))}; give the low_bits around it one block_size"
+                    )
             hypers.append(op.rule.hyper(op_state))
         specs = [ShardSpec.of(p) for p in leaves]
         locals_ = [local_of(p) for p in leaves]
@@ -218,7 +231,9 @@ class Step:
         updates, new_state = call_update(op.update, run.update_tree(), state, run.param_tree(), run.extra)
         # What comes back may be a part of the old state or of the parameters, which are written to from here on.
         written = _storages(state) | _storages(run.params)
-        run.take([_apart(u, written) for u in _tree.flatten_up_to(run.treedef, updates)])
+        us = _check.same_structure("compile(tx)", "updates", run.treedef, updates)
+        _check.updates("compile(tx)", _tree.names(run.treedef), us, run.params)
+        run.take([_apart(u, written) for u in us])
         return _into_old(new_state, state, written)
 
     def _run_leaf_ops(self, run: _Run, pending: list[int], apply: bool) -> None:
@@ -243,7 +258,9 @@ class Step:
             if kernel is None:
                 kernel = self._used[key] = _kernel_for(key, self._backend)
             scalars = _vector(
-                [g.float() for g in run.gates.values()] + [x for j in ops for x in run.shared[j].scalars.values()],
+                [ONE]
+                + [g.float() for g in run.gates.values()]
+                + [x for j in ops for x in run.shared[j].scalars.values()],
                 device,
             )
             shaped = [True, True, *(s for cs in codecs for c in cs for s in _shaped(c))]
@@ -315,8 +332,6 @@ def _leaf(run: _Run, ops: tuple[int, ...], i: int, out: Tensor | None) -> _stagi
 
 def _vector(scalars: list[Tensor], device: torch.device) -> Tensor:
     """0-d tensors, wherever they are, as one float32 vector on a device."""
-    if not scalars:
-        return torch.zeros(0, dtype=torch.float32, device=device)
     if all(x.device == scalars[0].device for x in scalars):
         return torch.stack(scalars).to(device)
     return torch.stack([x.to(device) for x in scalars])

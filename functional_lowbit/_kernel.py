@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_lowbit._leafwise import Leafwise, record
+from functional_lowbit._leafwise import Leafwise, check_leaf, record
 from functional_lowbit.formats import Codec
 
 
@@ -51,15 +51,19 @@ _serial = itertools.count()
 def make_kernel(key: KernelKey) -> Callable[..., None]:
     """`kernel(g, p, scalars, *moments)`, or `kernel(g, p, scalars, *moments, out)` if updates are not applied.
 
-    `scalars` is float32[n_gates + all stages' scalars]: first the gates (1 open, 0 closed). `moments` are, stage by
-    stage and field by field, codes and scales, or the one unscaled tensor. Moments, and `p` or `out`, are written.
+    `scalars` is float32[1 + n_gates + all stages' scalars]: a 1, then the gates (1 open, 0 closed), then the scalars.
+    `moments` are, stage by stage and field by field, codes and scales, or the one unscaled tensor. Moments, and `p` or
+    `out`, are written.
     """
     stages, n_gates, apply = key.stages, key.n_gates, key.apply
     records = tuple(record(stage.scalars) for stage in stages)
 
     def kernel(g: Tensor, p: Tensor, scalars: Tensor, *rest: Tensor) -> None:
-        u, p32 = g.float(), p.float()
-        at, scalar_at = 0, n_gates
+        # A leaf function may return what it was given, as another moment or as the update. The buffer must not be
+        # written before it is read then: a product with 1 keeps apart what was read. Inductor would remove a clone.
+        one, is_open = scalars[0], scalars[1 : 1 + n_gates] > 0
+        u, p32 = g.float(), p.float() * one
+        at, scalar_at = 0, 1 + n_gates
         for (update_leaf, state_class, names, codecs, scalar_names, gates), c_class in zip(
             stages, records, strict=True
         ):
@@ -69,21 +73,26 @@ def make_kernel(key: KernelKey) -> Callable[..., None]:
                 parts = rest[at : at + (1 if codec is None else codec.parts)]
                 at += len(parts)
                 places.append(parts)
-                fields[name] = (
-                    parts[0] if codec is None else codec.decode(parts[0], parts[1] if len(parts) > 1 else None)
-                )
+                if codec is None:
+                    fields[name] = parts[0] * one
+                else:
+                    fields[name] = codec.read(parts[0], parts[1] if len(parts) > 1 else None, g.shape[-1])
             c = c_class(*[scalars[scalar_at + i] for i in range(len(scalar_names))])
             scalar_at += len(scalar_names)
             u, new = update_leaf(u, state_class(**fields), p32, c)
             news = [getattr(new, name) for name in names]
+            check_leaf(update_leaf, g, u, dict(zip(names, news, strict=True)))
             for gate in gates:
-                u = torch.where(scalars[gate] > 0, u, 0.0)
-            for parts, codec, value in zip(places, codecs, news, strict=True):
-                for place, part in zip(parts, (value,) if codec is None else codec.encode(value), strict=False):
+                u = torch.where(is_open[gate], u, 0.0)
+            for name, parts, codec, value in zip(names, places, codecs, news, strict=True):
+                kept = [is_open[gate] for gate in gates]
+                if codec is not None and not codec.idempotent:
+                    kept.append((value != fields[name]).any(dim=-1, keepdim=True))
+                for place, part in zip(parts, (value,) if codec is None else codec.write(value), strict=False):
                     assert part is not None
-                    for gate in gates:
+                    for condition in kept:
                         # Codes are kept, not decoded values: not every format writes what it read as the same code.
-                        part = torch.where(scalars[gate] > 0, part, place)
+                        part = torch.where(condition, part, place)
                     place.copy_(part)
         if apply:
             p.copy_(p.to(torch.promote_types(p.dtype, torch.float32)) + u)
@@ -112,7 +121,7 @@ def example(key: KernelKey) -> tuple[list[Tensor], list[tuple[Tensor, int]]]:
 
     add(shape, key.grad_dtype)
     add(shape, key.param_dtype)
-    n_scalars = key.n_gates + sum(len(stage.scalars) for stage in key.stages)
+    n_scalars = 1 + key.n_gates + sum(len(stage.scalars) for stage in key.stages)
     args.append(torch.ones(n_scalars, dtype=torch.float32, device=device))
     for stage in key.stages:
         for codec in stage.codecs:

@@ -1,7 +1,8 @@
 """Lift a function of one leaf to a transformation of trees."""
 
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -70,6 +71,9 @@ class Leafwise(Part):
         if self.init_leaf is None:
             return None
         first = self.init_leaf(param if not self.elementwise else local_of(param))
+        unknown = next((field for field in first if field not in self.moments), None)
+        if unknown is not None:
+            raise ValueError(f"{self.name}.init: init returned {unknown!r}, which is no moment of the state")
         return (lambda: first[name]) if name in first else None
 
     def hyper(self, state: Any) -> Any:
@@ -80,24 +84,23 @@ class Leafwise(Part):
         values = {}
         for name, value in self.hyperparams.items():
             if not isinstance(value, (Tensor, int, float)):
-                value = value(state.step)
-                # A schedule may return a Python float, which must not take the default dtype.
+                with _at_least_float32():
+                    value = value(state.step)
                 value = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
             if isinstance(value, Tensor):
                 values[name] = _check.finite(self.name, name, value.detach() if _is_param(value) else value).double()
             else:
-                if name not in self._float64:
-                    self._float64[name] = torch.tensor(value, dtype=torch.float64)
-                values[name] = self._float64[name]
+                values[name] = _constant(self._float64, name, value, torch.float64)
         return record(tuple(values))(*values.values())
 
     def share(self, updates: Tree, state: Any, params: Tree, h: Any) -> Shared:
         """Compute, once for the whole tree, what the leaf function is given and how the shared state goes on."""
         derived: dict[str, Tensor] = {}
         if self.scalars is not None:
-            derived.update(self.scalars(state, h))
+            derived.update(self.scalars(state._replace(**dict.fromkeys(self.moments)), h))
         if self.prepare is not None:
             derived.update(self.prepare(updates, state, params, h))
+        derived = {name: torch.as_tensor(value, dtype=_dtype(value)) for name, value in derived.items()}
         new_state = {
             name: derived[name].to(getattr(state, name).dtype) for name in self.shared_fields if name in derived
         }
@@ -106,9 +109,7 @@ class Leafwise(Part):
         scalars = {name: value.float() for name, value in derived.items()}
         for name, value in zip(h._fields, h, strict=True):
             if isinstance(self.hyperparams[name], (int, float)):
-                if name not in self._float32:
-                    self._float32[name] = value.float()
-                scalars.setdefault(name, self._float32[name])
+                scalars.setdefault(name, _constant(self._float32, name, self.hyperparams[name], torch.float32))
             else:
                 scalars.setdefault(name, value.float())
         return Shared(scalars, new_state)
@@ -118,7 +119,9 @@ class Leafwise(Part):
         blank = dict.fromkeys(self.state_class._fields)
         c = record(tuple(scalars))(*scalars.values())
         update, new = self.update_leaf(g, self.state_class(**{**blank, **moments}), p, c)
-        return update, {name: getattr(new, name) for name in self.moments}
+        new_moments = {name: getattr(new, name) for name in self.moments}
+        check_leaf(self.update_leaf, g, update, new_moments)
+        return update, new_moments
 
     def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         """The pure update, leaf by leaf."""
@@ -171,6 +174,17 @@ class Leafwise(Part):
         return wrap(local.to(u.dtype), spec), {k: wrap(m, spec) for k, m in new.items()}
 
 
+def check_leaf(function: Callable[..., Any], g: Tensor, update: Any, moments: Mapping[str, Any]) -> None:
+    """Refuse what a leaf function returned if it is not shaped like its leaf."""
+    for what, x in [("update", update), *moments.items()]:
+        if not isinstance(x, Tensor) or x.shape != g.shape or x.dtype != torch.float32:
+            got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            speaker = getattr(function, "__name__", "the leaf function")
+            raise ValueError(
+                f"leafwise: {speaker} must return float32 tensors of g's shape {tuple(g.shape)}, got for {what}: {got}"
+            )
+
+
 def as_sharded(u: Tensor, p: Tensor) -> tuple[Tensor, ShardSpec | None]:
     """An update with its parameter's mesh and placements. A gradient that rests otherwise is moved there."""
     spec = ShardSpec.of(p)
@@ -203,6 +217,35 @@ def rest_in_float32(field: str, moment: Moment, path: str, param: Tensor, value:
 
 def _is_param(x: Tensor) -> bool:
     return isinstance(x, nn.Parameter)
+
+
+def _constant(cache: dict[str, Tensor], name: str, value: Any, dtype: torch.dtype) -> Tensor:
+    """A number as a tensor, kept for the next step; made so that it serves outside the caller's modes too."""
+    if name not in cache:
+        with torch.inference_mode(False):
+            made = torch.tensor(value, dtype=dtype, device="cpu")
+        if type(made) is not Tensor:  # fake, or wrapped by a function transform
+            return made
+        cache[name] = made
+    return cache[name]
+
+
+def _dtype(value: Any) -> torch.dtype:
+    return value.dtype if isinstance(value, Tensor) else torch.float64
+
+
+@contextmanager
+def _at_least_float32() -> Iterator[None]:
+    """A schedule that divides an int64 step must not round to a default dtype of bfloat16."""
+    default = torch.get_default_dtype()
+    if default in (torch.float32, torch.float64):
+        yield
+        return
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 _records: dict[tuple[str, ...], Any] = {}
@@ -244,7 +287,8 @@ def leafwise(
         hyperparams: Name to value: a float, a 0-d tensor that is read anew at each step, or a schedule. A schedule
             needs a `step` field; without a state class, one is added.
         scalars: `scalars(s, h) -> {name: 0-d tensor}`, once per step: what follows from the step and the
-            hyperparameters, for instance bias corrections. `h` holds the hyperparameters as float64[], `s` the state.
+            hyperparameters, for instance bias corrections. `h` holds the hyperparameters as float64[], `s` the shared
+            fields of the state (its moments are None).
         prepare: `prepare(updates, s, params, h) -> {name: 0-d tensor}`, once per step: what needs the whole tree, for
             instance a global norm. A name that is a shared field of the state replaces that field (also in `scalars`).
         init: `init(p) -> {field: first value}` for moments that do not begin at 0.
@@ -283,11 +327,15 @@ def leafwise(
             f"leafwise: {speaker} has a schedule for {scheduled[0]}, so its state class {state.__name__} needs a field "
             "`step: Tensor`"
         )
+    moments = moments_of(state)
+    unknown = next((f for f in init_shared or () if f not in fields or f in moments or f == "step"), None)
+    if unknown is not None:
+        raise ValueError(f"leafwise: init_shared names {unknown!r}, which is no shared field of {state.__name__}")
     part = Leafwise(
         name=speaker,
         update_leaf=update,
         state_class=state,
-        moments=moments_of(state),
+        moments=moments,
         hyperparams=hyperparams,
         scalars=scalars,
         prepare=prepare,

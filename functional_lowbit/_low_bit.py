@@ -120,11 +120,16 @@ class LowBit(Composite):
 
     def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         """Read the moments, update, store them again. The step itself uses the new moments before they are rounded."""
-        full = map_moments(lambda field, moment, tree: _each_stored(_read, tree), state)
+        full = read_moments(state)
         updates, new = call_update(self.inner[0].update, updates, full, params, extra)
         return updates, map_moments(
             lambda field, moment, tree, old, read: _each_stored(_write, old, tree, read), new, state, full
         )
+
+
+def read_moments(state: Any) -> Any:
+    """The state with every moment in float32."""
+    return map_moments(lambda field, moment, tree: _each_stored(_read, tree), state)
 
 
 def _each_stored(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
@@ -151,7 +156,7 @@ def _write(old: Any, new: Any, read: Any) -> Any:
         return old
     new, read = local_of(new), local_of(read)
     fresh = encode(new, old.layout)
-    if not old.format.scaled or new.numel() == 0:
+    if old.format.codec(old.layout.signed).idempotent or new.numel() == 0:
         return fresh
     changed = old.layout.local_grid().to_blocks(new != read).any(dim=-1, keepdim=True)
     codes, scales = fresh.local_blocks()

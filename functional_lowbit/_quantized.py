@@ -150,8 +150,9 @@ class QuantizedTensor:
     def dequantize(self) -> Tensor:
         """The numbers: float32, of the original global shape, sharded as the original was."""
         codes, scales = self.local_blocks()
-        values = self.format.codec(self.layout.signed).decode(codes, scales)
         shape = self.layout.local_shape()
+        width = self.layout.local_grid().block if self.format.scaled else 1
+        values = self.format.codec(self.layout.signed).read(codes, scales, width)
         local = self.layout.local_grid().from_blocks(values, shape) if self.format.scaled else values.reshape(shape)
         return wrap(local, self.layout.spec)
 
@@ -210,7 +211,7 @@ def encode(local: Tensor, layout: Layout) -> QuantizedTensor:
         if local.numel() == 0:
             return zeros(layout, local.device)
         local = layout.local_grid().to_blocks(local)
-    codes, scales = codec.encode(local)
+    codes, scales = codec.write(local)
     return layout.store(codes, scales)
 
 

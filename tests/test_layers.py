@@ -147,6 +147,7 @@ WITHOUT_EXAMPLE = (
     "formats.Codec",
     "formats.Format",
     "formats.get",
+    "part_of",
     "sharding.contiguous_stride",
     "sharding.local_of",
     "sharding.wrap",

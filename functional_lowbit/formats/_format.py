@@ -17,18 +17,29 @@ subnormals cannot turn a live second moment into 0, and it gives an all-zero blo
 class Codec(NamedTuple):
     """How one kind of moment (signed, or non-negative) is written and read.
 
-    Both functions are pure, work on a grid of blocks, and are traced into the compiled step.
+    Both functions are pure, work on a grid of blocks, and are traced into the compiled step. They know nothing of
+    packing: with two codes in a byte, a code is still one uint8 here, and `write` and `read` pack and unpack.
     """
 
-    encode: Callable[[Tensor], tuple[Tensor, Tensor | None]]  # float32[n, b] -> codes [n, b / packing], scales [n, 1]
+    encode: Callable[[Tensor], tuple[Tensor, Tensor | None]]  # float32[n, b] -> codes [n, b], scales [n, 1]
     decode: Callable[[Tensor, Tensor | None], Tensor]  # the way back, float32[n, b]
     dtype: torch.dtype  # of the codes
     zero_code: int = 0  # what 0 is written as, in every block
     zero_scale: float | None = SMALLEST_ABSMAX  # the scale of an all-zero block; None for codes without scales
-    packing: int = 1  # elements in one code
+    packing: int = 1  # codes in one stored byte: 1, or 2 for 4-bit codes
+    idempotent: bool = True  # whether encode(decode(codes)) are the same codes; else unchanged blocks are left alone
+
+    def write(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """float32[n, b] -> what rests: codes [n, width(b)], scales [n, 1]."""
+        codes, scales = self.encode(x)
+        return (codes if self.packing == 1 else pack(codes)), scales
+
+    def read(self, codes: Tensor, scales: Tensor | None, block: int) -> Tensor:
+        """The way back: float32[n, block]."""
+        return self.decode(codes if self.packing == 1 else unpack(codes, block), scales)
 
     def width(self, block: int) -> int:
-        """Codes of a block of `block` elements."""
+        """Stored codes of a block of `block` elements."""
         return -(-block // self.packing)
 
     @property
@@ -63,3 +74,19 @@ def block_absmax(x: Tensor) -> Tensor:
     magnitude = x.abs()
     finite = torch.where(magnitude < float("inf"), magnitude, 0.0)
     return finite.amax(dim=-1, keepdim=True).clamp_min(SMALLEST_ABSMAX)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Two 4-bit codes in one byte: uint8[n, b] -> uint8[n, h], h = ceil(b / 2).
+
+    Element j shares a byte with element j + h, which has the high half, so that no strided access is needed. With an
+    odd b the last high half is unused: it repeats the block's first code.
+    """
+    half = (codes.shape[-1] + 1) // 2
+    longer = torch.cat([codes, codes[:, :1]], dim=-1)
+    return longer[:, :half] | (longer[:, half : 2 * half] << 4)
+
+
+def unpack(packed: Tensor, block: int) -> Tensor:
+    """The way back: uint8[n, h] -> uint8[n, block]."""
+    return torch.cat([packed & 15, packed >> 4], dim=-1)[:, :block]

@@ -115,6 +115,6 @@ def decode_nonnegative(codes: Tensor, scales: Tensor | None) -> Tensor:
 dynamic8 = Format(
     name="dynamic8",
     bits=8,
-    signed=Codec(encode_signed, decode_signed, torch.uint8, SIGNED_ZERO, SMALLEST_SCALE),
+    signed=Codec(encode_signed, decode_signed, torch.uint8, SIGNED_ZERO, SMALLEST_SCALE, idempotent=False),
     nonnegative=Codec(encode_nonnegative, decode_nonnegative, torch.uint8, zero_scale=SMALLEST_SCALE),
 )
