@@ -7,7 +7,7 @@ from torch import Tensor
 
 from functional_lowbit import _tree
 from functional_lowbit._base import Tree
-from functional_lowbit.sharding import ShardSpec, local_of, sum_over_shards
+from functional_lowbit.sharding import ShardSpec, part_of, sum_over_shards
 
 # Floating-point sums depend on their order, and the order on the mesh. So each block of a row is summed in float32,
 # which no split of the rows can change, and the sums of blocks are then added exactly: float32 numbers of one exponent
@@ -40,7 +40,7 @@ def global_norm(tree: Tree) -> Tensor:
     leaves = _tree.leaves(tree)
     if not leaves:
         return torch.zeros((), dtype=torch.float32)
-    bins = sum_over_shards([(local_of(x), ShardSpec.of(x)) for x in leaves], _square_bins)
+    bins = sum_over_shards([(part_of(x), ShardSpec.of(x)) for x in leaves], _square_bins)
     exponents = torch.arange(EXPONENTS, dtype=torch.float64, device=bins.device) - (148 + 24)
     total = (bins[:EXPONENTS] * torch.exp2(exponents)).sum()
     total = torch.where(bins[INFINITE] > 0, float("inf"), total)
@@ -54,7 +54,7 @@ def _square_bins(tensors: Sequence[Tensor]) -> Tensor:
     mantissa, exponent = torch.frexp(squares)
     index = torch.where(squares.isnan(), NOT_A_NUMBER, torch.where(squares.isinf(), INFINITE, exponent + 148))
     weight = torch.where(squares < float("inf"), mantissa.double() * 2**24, 1.0)
-    return torch.zeros(EXPONENTS + 2, dtype=torch.float64, device=squares.device).index_add_(0, index, weight)
+    return torch.zeros(EXPONENTS + 2, dtype=torch.float64, device=squares.device).index_add(0, index, weight)
 
 
 def _block_squares(x: Tensor) -> Iterator[Tensor]:
@@ -66,7 +66,8 @@ def _block_squares(x: Tensor) -> Iterator[Tensor]:
     if x.ndim < 2:
         yield x.reshape(-1).square()
         return
-    rows = x.reshape(x.shape[0], -1) if x.numel() else x.new_zeros(0, 1)
+    # Contiguous, since a sum over strided memory is taken in another order.
+    rows = x.reshape(x.shape[0], -1).contiguous() if x.numel() else x.new_zeros(0, 1)
     whole = rows.shape[1] // BLOCK * BLOCK
     if whole:
         blocks = rows[:, :whole].unflatten(1, (-1, BLOCK))

@@ -15,6 +15,7 @@ from torch import Tensor
 from functional_lowbit._grid import Grid
 
 SMALL = 2**16  # elements; about as many are worked on in the time that one call takes
+PART = 2**20  # elements of a large leaf in one call: what a kernel writes to memory in between stays this small
 CHUNK = 2**18  # elements of a staging buffer: it stays in the cache, and peak memory stays small
 
 
@@ -44,7 +45,9 @@ def run(leaves: Iterable[Leaf], shaped: Sequence[bool], call: Callable[[list[Ten
         if leaf.numel == 0:
             continue
         if _is_direct(leaf, shaped):
-            call([_spread(leaf.grid, x) if like else x for x, like in zip(leaf.tensors, shaped, strict=True)])
+            views = [_spread(leaf.grid, x) if like else x for x, like in zip(leaf.tensors, shaped, strict=True)]
+            for first, last in _spans(views[0].shape[0], PART // (1 if leaf.grid is None else leaf.grid.block)):
+                call([x[first:last] for x in views])
             continue
         block = 0 if leaf.grid is None else leaf.grid.block
         for piece in _pieces(leaf, shaped):
@@ -55,6 +58,14 @@ def run(leaves: Iterable[Leaf], shaped: Sequence[bool], call: Callable[[list[Ten
                 waiting[block] = 0
     for batch in pending.values():
         _run_staged(batch, shaped, call)
+
+
+def _spans(length: int, step: int) -> Iterator[tuple[int, int]]:
+    """[0, step), [step, 2 step), …; a rest of one is added to the span before it, since sizes are at least 2."""
+    step = max(step, 2)
+    for first in range(0, max(length - 1, 1), step):
+        last = first + step
+        yield first, length if last >= length - 1 else last
 
 
 def _is_direct(leaf: Leaf, shaped: Sequence[bool]) -> bool:

@@ -161,6 +161,11 @@ def local_of(x: Tensor) -> Tensor:
     return x.detach() if x.requires_grad or type(x) is not Tensor else x
 
 
+def part_of(x: Tensor) -> Tensor:
+    """As `local_of`, but a plain tensor that is no parameter keeps its autograd history, for meta-gradients."""
+    return local_of(x) if isinstance(x, (DTensor, torch.nn.Parameter)) else x
+
+
 def wrap(local: Tensor, spec: ShardSpec | None) -> Tensor:
     """`spec.wrap(local)`, or the plain tensor if there is no spec."""
     return local if spec is None else spec.wrap(local)

@@ -10,7 +10,7 @@ from functional_lowbit import _tree
 from functional_lowbit._base import GradientTransformation, Tree, call_update
 from functional_lowbit._leafwise import like_params, rest_in_float32
 from functional_lowbit._parts import Gated, Rest, init_with
-from functional_lowbit.sharding import ShardSpec, local_of, sum_over_shards, wrap
+from functional_lowbit.sharding import ShardSpec, local_of, part_of, sum_over_shards, wrap
 
 
 class ApplyIfFiniteState(NamedTuple):
@@ -82,8 +82,8 @@ def _select(apply: Tensor, new: Tree, old: Tree) -> Tree:
 
     def pick(n: Any, o: Any) -> Any:
         if not isinstance(n, Tensor):
-            return n
-        return wrap(torch.where(apply, local_of(n), local_of(o)), ShardSpec.of(o))
+            return n if bool(apply) else o
+        return wrap(torch.where(apply, part_of(n), part_of(o)), ShardSpec.of(o))
 
     return _tree.map_leaves(pick, new, old)
 
@@ -98,10 +98,10 @@ def all_finite(tree: Tree) -> Tensor:
 
 def _not_finite(tensors: Sequence[Tensor]) -> Tensor:
     """int64[]: how many local tensors hold a NaN or an Inf. The largest magnitude is NaN if any element is."""
-    largest = [torch.linalg.vector_norm(x, float("inf")).float() for x in tensors if x.numel()]
-    if not largest:
+    finite = [torch.linalg.vector_norm(x.detach(), float("inf")).isfinite() for x in tensors if x.numel()]
+    if not finite:
         return torch.zeros((), dtype=torch.int64, device=tensors[0].device)
-    return (~torch.stack(largest).isfinite()).sum()
+    return (~torch.stack(finite)).sum()
 
 
 def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int = 5) -> GradientTransformation:

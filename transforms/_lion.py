@@ -47,9 +47,13 @@ def scale_by_lion(b1: Hyper = 0.9, b2: Hyper = 0.99) -> GradientTransformation:
         _lion,
         state=ScaleByLionState,
         hyperparams={"b1": b1, "b2": b2},
-        scalars=lambda s, h: {"a1": 1 - h.b1, "a2": 1 - h.b2},
+        scalars=_complements,
         name="scale_by_lion",
     )
+
+
+def _complements(s: ScaleByLionState, h: Any) -> dict[str, Tensor]:
+    return {"a1": 1 - h.b1, "a2": 1 - h.b2}
 
 
 def _lion(g: Tensor, s: ScaleByLionState, p: Tensor, c: Any) -> tuple[Tensor, ScaleByLionState]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from functional_lowbit import _tree
+from functional_lowbit import _check, _tree
 from functional_lowbit._base import GradientTransformation, Tree, call_update
 from functional_lowbit._leafwise import rest_in_float32
 from functional_lowbit._parts import Composite, Rest, init_with
@@ -85,12 +85,19 @@ class Masked(Composite):
             raise ValueError(f"masked: mask must begin like params, but in params {difference}") from error
         return _tree.unflatten(treedef, [_keep(keep, sub) for keep, sub in zip(keeps, subtrees, strict=True)])
 
+    def _narrow_updates(self, updates: Tree, reference: Tree) -> Tree:
+        """Updates with `MaskedNode` where the mask is False, also where an update is None."""
+        _, treedef = _tree.flatten(reference)
+        us = _check.same_structure("masked.update", "updates", treedef, updates)
+        seen = _tree.flatten_up_to(treedef, self.narrow(reference))
+        return _tree.unflatten(treedef, [x if isinstance(x, MaskedNode) else u for u, x in zip(us, seen, strict=True)])
+
     def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         """The inner update of the leaves that are kept; the others as they came."""
         reference = updates if params is None else params
         inner_updates, inner_state = call_update(
             self.inner[0].update,
-            self._narrow(updates, reference),
+            self._narrow_updates(updates, reference),
             self.split(state)[0],
             None if params is None else self.narrow(params),
             extra,
