@@ -4,67 +4,23 @@ What crosses into `torch.compile` are plain, detached, local tensors: views of l
 numbers. DTensors, parameters with a `.grad`, tensor subclasses and Python floats stay outside, by construction.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo import lookup_backend
 
 from functional_lowbit import _check, _staging, _tree
+from functional_lowbit._backends import Kernel, kernel_for
 from functional_lowbit._base import GradientTransformation, Tree, call_update
-from functional_lowbit._kernel import KernelKey, Stage, example, make_kernel
+from functional_lowbit._kernel import KernelKey, Stage
 from functional_lowbit._leafwise import Shared, as_sharded
 from functional_lowbit._low_bit import read_moments
 from functional_lowbit._program import GateOp, LeafOp, Op, OpaqueOp, Program, lower
 from functional_lowbit._quantized import QuantizedTensor
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
 
-
-@dataclass
-class Kernel:
-    """A kernel, compiled or not, and how many graphs it took."""
-
-    run: Callable[..., None]
-    graphs: int = 0
-
-
-RECOMPUTE = {"realize_reads_threshold": 16, "realize_opcount_threshold": 60, "realize_acc_reads_threshold": 16}
-"""Inductor writes a value that is used twice to memory if it was expensive, and the new moments are: they are needed
-for the step, for the scales and for the codes. By its own limits (4, 30, 8) that is seven loops over memory; by these
-it is two. Without limits companded8 gains nothing, and dynamic8 takes a minute to compile: each use of a value is
-traced again."""
-
 ONE = torch.ones((), dtype=torch.float32)
-
-_kernels: dict[tuple[KernelKey, str], Kernel] = {}
-
-
-def _kernel_for(key: KernelKey, backend: str) -> Kernel:
-    """The kernel of a key; it is compiled when it is first asked for, on arguments that no leaf decides."""
-    kernel = _kernels.get((key, backend))
-    if kernel is None:
-        function = make_kernel(key)
-        kernel = Kernel(function)
-        if backend != "eager":
-            compiler = lookup_backend(backend)
-
-            options = {"config_patches": RECOMPUTE} if backend == "inductor" else {}
-
-            def counted(graph: Any, inputs: Any) -> Any:
-                kernel.graphs += 1
-                return compiler(graph, inputs, **options)
-
-            args, varying = example(key)
-            function(*args)  # what is wrong with a leaf function is said without the compiler's words around it
-            kernel.run = torch.compile(function, backend=counted, fullgraph=True)
-            args, varying = example(key)
-            for arg, dim in varying:
-                torch._dynamo.mark_dynamic(arg, dim)
-            kernel.run(*args)
-        _kernels[key, backend] = kernel
-    return kernel
 
 
 @dataclass
@@ -115,7 +71,7 @@ class _Run:
 class Step:
     """A compiled training step: `params, state = step(grads, state, params, **extra)`. Made by `compile`."""
 
-    def __init__(self, tx: GradientTransformation, donate: bool, backend: str):
+    def __init__(self, tx: GradientTransformation, donate: bool, backend: str | None):
         self._program: Program = lower(tx.update)
         self._ops: list[Op] = list(self._program.ops())
         self._has_opaque = any(isinstance(op, OpaqueOp) for op in self._ops)
@@ -256,7 +212,7 @@ class Step:
             key = KernelKey(stages, len(run.gates), apply, blocked, param_dtype, grad_dtype, device)
             kernel = self._used.get(key)
             if kernel is None:
-                kernel = self._used[key] = _kernel_for(key, self._backend)
+                kernel = self._used[key] = kernel_for(key, self._backend)
             scalars = _vector(
                 [ONE]
                 + [g.float() for g in run.gates.values()]
@@ -269,7 +225,7 @@ class Step:
                 for i in members:
                     outs[i] = torch.empty(run.locals[i].shape, dtype=torch.float32, device=device)
             leaves = (_leaf(run, ops, i, outs[i]) for i in members)
-            _staging.run(leaves, shaped, lambda t, k=kernel, s=scalars: k.run(t[0], t[1], s, *t[2:]))
+            kernel.run(leaves, shaped, scalars)
         if not apply:
             run.updates = outs
 
@@ -374,7 +330,7 @@ def compile(
     tx: GradientTransformation,
     *,
     donate: bool = True,
-    backend: str = "inductor",
+    backend: str | None = None,
     rounding: str = "nearest",
     key: Any = None,
 ) -> Step:
@@ -389,7 +345,10 @@ def compile(
     Args:
         tx: Any transformation.
         donate: True: params and state are written in place, and returned. False: they are copied first.
-        backend: A backend of torch.compile; "eager" gives the same numbers without a compiler.
+        backend: "native" is C++ made for this transformation, on the CPU; "inductor" or another backend of
+            torch.compile runs anywhere; "eager" needs no compiler. All give the same numbers, bit for bit. None takes
+            "native" where a leaf is on the CPU, a C++ compiler is there and the leaf functions consist of operations
+            that it knows, and "inductor" elsewhere.
         rounding: How new parameters are rounded to their dtype: "nearest".
         key: Not used by "nearest".
 

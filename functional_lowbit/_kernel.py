@@ -48,35 +48,46 @@ class KernelKey(NamedTuple):
 _serial = itertools.count()
 
 
-def make_kernel(key: KernelKey) -> Callable[..., None]:
-    """`kernel(g, p, scalars, *moments)`, or `kernel(g, p, scalars, *moments, out)` if updates are not applied.
+def make_compute(key: KernelKey, in_place: bool) -> Callable[..., list[Tensor]]:
+    """`compute(g, p, scalars, *moments) -> [*new moments, new p or u]`, pure.
 
     `scalars` is float32[1 + n_gates + all stages' scalars]: a 1, then the gates (1 open, 0 closed), then the scalars.
-    `moments` are, stage by stage and field by field, codes and scales, or the one unscaled tensor. Moments, and `p` or
-    `out`, are written.
-    """
-    stages, n_gates, apply = key.stages, key.n_gates, key.apply
-    records = tuple(record(stage.scalars) for stage in stages)
+    `moments` are, stage by stage and field by field, codes and scales, or the one unscaled tensor.
 
-    def kernel(g: Tensor, p: Tensor, scalars: Tensor, *rest: Tensor) -> None:
-        # A leaf function may return what it was given, as another moment or as the update. The buffer must not be
-        # written before it is read then: a product with 1 keeps apart what was read. Inductor would remove a clone.
-        one, is_open = scalars[0], scalars[1 : 1 + n_gates] > 0
-        u, p32 = g.float(), p.float() * one
+    Args:
+        key: What the kernel is made for.
+        in_place: Whether what is returned may be written to the arguments value by value, and 4-bit codes come two in
+            a byte. Else all arguments are read before anything is written, and each code has a byte of its own.
+    """
+    n_gates = key.n_gates
+    records = tuple(record(stage.scalars) for stage in key.stages)
+
+    def read(x: Tensor, scalars: Tensor) -> Tensor:
+        # A leaf function may return what it was given, as another moment or as the update. Where the buffer could be
+        # written before that is read, a product with 1 keeps it apart; inductor would remove a clone.
+        return x.float() * scalars[0] if in_place else x.float()
+
+    def compute(g: Tensor, p: Tensor, scalars: Tensor, *rest: Tensor) -> list[Tensor]:
+        is_open = [scalars[1 + i] > 0 for i in range(n_gates)]
+        u, p32 = g.float(), read(p, scalars)
         at, scalar_at = 0, 1 + n_gates
+        outs: list[Tensor] = []
         for (update_leaf, state_class, names, codecs, scalar_names, gates), c_class in zip(
-            stages, records, strict=True
+            key.stages, records, strict=True
         ):
             fields: dict[str, Any] = dict.fromkeys(state_class._fields)
             places = []
             for name, codec in zip(names, codecs, strict=True):
-                parts = rest[at : at + (1 if codec is None else codec.parts)]
+                parts = list(rest[at : at + (1 if codec is None else codec.parts)])
                 at += len(parts)
                 places.append(parts)
+                scales = parts[1] if len(parts) > 1 else None
                 if codec is None:
-                    fields[name] = parts[0] * one
+                    fields[name] = read(parts[0], scalars)
                 else:
-                    fields[name] = codec.read(parts[0], parts[1] if len(parts) > 1 else None, g.shape[-1])
+                    fields[name] = (
+                        codec.read(parts[0], scales, g.shape[-1]) if in_place else codec.decode(parts[0], scales)
+                    )
             c = c_class(*[scalars[scalar_at + i] for i in range(len(scalar_names))])
             scalar_at += len(scalar_names)
             u, new = update_leaf(u, state_class(**fields), p32, c)
@@ -88,16 +99,31 @@ def make_kernel(key: KernelKey) -> Callable[..., None]:
                 kept = [is_open[gate] for gate in gates]
                 if codec is not None and not codec.idempotent:
                     kept.append((value != fields[name]).any(dim=-1, keepdim=True))
-                for place, part in zip(parts, (value,) if codec is None else codec.write(value), strict=False):
+                written = (value, None) if codec is None else (codec.write if in_place else codec.encode)(value)
+                for place, part in zip(parts, written, strict=False):
                     assert part is not None
                     for condition in kept:
                         # Codes are kept, not decoded values: not every format writes what it read as the same code.
                         part = torch.where(condition, part, place)
-                    place.copy_(part)
-        if apply:
-            p.copy_(p.to(torch.promote_types(p.dtype, torch.float32)) + u)
-        else:
-            rest[-1].copy_(u)
+                    outs.append(part)
+        if key.apply:
+            u = (p.to(torch.promote_types(p.dtype, torch.float32)) + u).to(p.dtype)
+        return [*outs, u]
+
+    return compute
+
+
+def make_kernel(key: KernelKey) -> Callable[..., None]:
+    """`kernel(g, p, scalars, *moments)`, or `kernel(g, p, scalars, *moments, out)` if updates are not applied.
+
+    The arguments are those of `compute`. Moments, and `p` or `out`, are written.
+    """
+    compute, apply = make_compute(key, in_place=True), key.apply
+
+    def kernel(g: Tensor, p: Tensor, scalars: Tensor, *rest: Tensor) -> None:
+        places = (*rest, p) if apply else rest
+        for place, new in zip(places, compute(g, p, scalars, *(rest if apply else rest[:-1])), strict=True):
+            place.copy_(new)
 
     # Dynamo keeps its caches by code object, and limits their length: each kernel needs a code object of its own.
     code = kernel.__code__.replace(co_name=f"leaf_kernel_{next(_serial)}")

@@ -12,22 +12,22 @@ import functional_lowbit as fl
 
 PACKAGE = Path(fl.__file__).parent
 FLOORS = {
-    0: {"_base", "_numerics"},
-    1: {"_tree", "_grid", "formats._format"},
+    0: {"_base", "_numerics", "_cpp_ops", "_cpp_library"},
+    1: {"_tree", "_grid", "formats._format", "_cpp_source"},
     2: {"_check", "sharding", "formats.companded", "formats.dynamic", "formats.floats"},
     3: {"formats", "_norm", "_parts", "schedules"},
     4: {"_quantized", "_leafwise", "tree"},
     5: {"_low_bit", "_apply", "_program", "_kernel", "_staging", "_checkpoint", "_describe"},
-    6: {"_compile", "transforms._chain", "transforms._clip", "transforms._masked", "transforms._scale"},
-    7: {"transforms._decay", "transforms._finite", "transforms._sgd"},
-    8: {"transforms._adam", "transforms._lion"},
+    6: {"_native", "transforms._chain", "transforms._clip", "transforms._masked", "transforms._scale"},
+    7: {"_backends", "transforms._decay", "transforms._finite", "transforms._sgd"},
+    8: {"_compile", "transforms._adam", "transforms._lion"},
     9: {"", "transforms"},  # what users import
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 DOORS = {  # who may use what
     "torch.distributed": {"sharding", "_checkpoint"},
     "optree": {"_tree"},
-    "torch._dynamo": {"_compile"},
+    "torch._dynamo": {"_backends"},
     "torch.utils._pytree": {"_tree"},
 }
 
@@ -88,9 +88,9 @@ def test_each_foreign_library_has_its_doors(name):
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Attribute):
             text = ast.unparse(node)
-            assert not (text == "torch.compile" and name != "_compile")
+            assert not (text == "torch.compile" and name != "_backends")
             assert not (text.startswith("torch.distributed") and name not in DOORS["torch.distributed"])
-            assert not (text.startswith("torch._dynamo") and name != "_compile")
+            assert not (text.startswith("torch._dynamo") and name != "_backends")
 
 
 @EACH

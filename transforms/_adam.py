@@ -46,12 +46,14 @@ def scale_by_adam(
         >>> import torch, functional_lowbit as fl
         >>> tx = fl.scale_by_adam()
         >>> tx.update(torch.tensor([10.0, -0.1]), tx.init(torch.zeros(2)))[0]
-        tensor([ 1.0000, -1.0000])
+        tensor([ 1., -1.])
     """
     for name, value, below in (("b1", b1, 1.0), ("b2", b2, 1.0), ("eps", eps, None), ("eps_root", eps_root, None)):
         _check.hyperparameter("scale_by_adam", name, value, 0.0, *([below] if below else []))
+    # Without eps_root, the square root is the one that a square-root format needs too, and is computed once.
+    plain = isinstance(eps_root, (int, float)) and eps_root == 0
     return leafwise(
-        _nadam if nesterov else _adam,
+        _nadam if nesterov else _adam if plain else _adam_eps_root,
         state=ScaleByAdamState,
         hyperparams={"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root},
         scalars=_bias_corrections,
@@ -66,23 +68,29 @@ def _bias_corrections(s: ScaleByAdamState, h: Any) -> dict[str, Tensor]:
         "a2": 1 - h.b2,
         "unbias1": 1 / (1 - h.b1**t),
         "unbias1_next": 1 / (1 - h.b1 ** (t + 1)),
-        "unbias2": 1 / (1 - h.b2**t),
+        "root_unbias2": 1 / (1 - h.b2**t).sqrt(),
+        "biased_eps_root": h.eps_root * (1 - h.b2**t),
     }
 
 
 def _adam(g: Tensor, s: ScaleByAdamState, p: Tensor, c: Any) -> tuple[Tensor, ScaleByAdamState]:
-    mu = c.b1 * s.mu + c.a1 * g
-    nu = c.b2 * s.nu + c.a2 * (g * g)
-    u = mu * c.unbias1 / (sqrt(nu * c.unbias2 + c.eps_root) + c.eps)
-    return u, s._replace(mu=mu, nu=nu)
+    s = _moments(g, s, c)
+    return s.mu * c.unbias1 / (sqrt(s.nu) * c.root_unbias2 + c.eps), s
+
+
+def _adam_eps_root(g: Tensor, s: ScaleByAdamState, p: Tensor, c: Any) -> tuple[Tensor, ScaleByAdamState]:
+    s = _moments(g, s, c)
+    return s.mu * c.unbias1 / (sqrt(s.nu + c.biased_eps_root) * c.root_unbias2 + c.eps), s
 
 
 def _nadam(g: Tensor, s: ScaleByAdamState, p: Tensor, c: Any) -> tuple[Tensor, ScaleByAdamState]:
-    mu = c.b1 * s.mu + c.a1 * g
-    nu = c.b2 * s.nu + c.a2 * (g * g)
-    ahead = c.b1 * mu * c.unbias1_next + c.a1 * g * c.unbias1
-    u = ahead / (sqrt(nu * c.unbias2 + c.eps_root) + c.eps)
-    return u, s._replace(mu=mu, nu=nu)
+    s = _moments(g, s, c)
+    ahead = c.b1 * s.mu * c.unbias1_next + c.a1 * g * c.unbias1
+    return ahead / (sqrt(s.nu + c.biased_eps_root) * c.root_unbias2 + c.eps), s
+
+
+def _moments(g: Tensor, s: ScaleByAdamState, c: Any) -> ScaleByAdamState:
+    return s._replace(mu=c.b1 * s.mu + c.a1 * g, nu=c.b2 * s.nu + c.a2 * (g * g))
 
 
 def adam(

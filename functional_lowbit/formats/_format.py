@@ -71,9 +71,12 @@ def block_absmax(x: Tensor) -> Tensor:
 
     NaN and Inf are passed over, so that they cannot spoil the rest of their block.
     """
-    magnitude = x.abs()
-    finite = torch.where(magnitude < float("inf"), magnitude, 0.0)
-    return finite.amax(dim=-1, keepdim=True).clamp_min(SMALLEST_ABSMAX)
+    return block_max(x.abs()).clamp_min(SMALLEST_ABSMAX)
+
+
+def block_max(x: Tensor) -> Tensor:
+    """The largest finite number of each block, and at least 0: float32[n, b] -> float32[n, 1]."""
+    return torch.where(x < float("inf"), x, 0.0).amax(dim=-1, keepdim=True)
 
 
 def pack(codes: Tensor) -> Tensor:

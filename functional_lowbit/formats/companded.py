@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from functional_lowbit._numerics import sqrt
-from functional_lowbit.formats._format import SMALLEST_ABSMAX, Codec, Format, block_absmax
+from functional_lowbit.formats._format import SMALLEST_ABSMAX, Codec, Format, block_absmax, block_max
 
+SMALLEST_ROOT = SMALLEST_ABSMAX**0.5
 SIGNED_NAN = -128  # the one int8 code that the symmetric range -127 … 127 leaves free
 LARGEST_ROOT, ROOT_NAN = 254, 255  # 254 and not 255 levels, since one code is kept for NaN
 
@@ -24,7 +25,7 @@ def encode_signed(x: Tensor) -> tuple[Tensor, Tensor]:
     # x / (absmax/2 + |x|/2) and not 2x / (absmax + |x|), which overflows for magnitudes above half of float32's.
     # The division also turns +-Inf (and NaN) into NaN.
     companded = x / (0.5 * scales + 0.5 * x.abs())
-    codes = torch.where(companded.abs() <= 1.0, torch.round(127.0 * companded), float(SIGNED_NAN))
+    codes = torch.where(companded == companded, torch.round(127.0 * companded), float(SIGNED_NAN))
     return codes.to(torch.int8), scales
 
 
@@ -38,10 +39,12 @@ def decode_signed(codes: Tensor, scales: Tensor | None) -> Tensor:
 
 def encode_nonnegative(x: Tensor) -> tuple[Tensor, Tensor]:
     """float32[n, b], >= 0 -> uint8[n, b], float32[n, 1] root of absmax."""
-    scales = sqrt(block_absmax(x))
-    root = torch.round(sqrt(x) * (LARGEST_ROOT / scales))
-    root = torch.maximum(root, (x > 0).float())  # a live second moment must not read as 0: the step would be m / eps
-    codes = torch.where(root <= LARGEST_ROOT, root, float(ROOT_NAN))  # also NaN, Inf, and a negative x
+    root = sqrt(x)  # an Adam step needs it too, and a compiler computes it once
+    scales = block_max(root).clamp_min(SMALLEST_ROOT)
+    level = torch.round(root * (LARGEST_ROOT / scales))
+    # A live second moment must not read as 0: the step would be m / eps.
+    level = torch.where((level < 1) & (root > 0), 1.0, level)
+    codes = torch.where(level <= LARGEST_ROOT, level, float(ROOT_NAN))  # also NaN, Inf, and a negative x
     return codes.to(torch.uint8), scales
 
 
@@ -57,5 +60,5 @@ companded8 = Format(
     name="companded8",
     bits=8,
     signed=Codec(encode_signed, decode_signed, torch.int8),
-    nonnegative=Codec(encode_nonnegative, decode_nonnegative, torch.uint8, zero_scale=SMALLEST_ABSMAX**0.5),
+    nonnegative=Codec(encode_nonnegative, decode_nonnegative, torch.uint8, zero_scale=SMALLEST_ROOT),
 )

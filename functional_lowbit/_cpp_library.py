@@ -1,0 +1,91 @@
+"""Build C++ into a library, once for each text, and load it.
+
+The libraries are kept in a folder of the user's, by a hash of everything that they depend on: the text, the compiler,
+its flags and the processor. Ranks that build the same library at the same time each write a file of their own, and the
+last one to rename it wins.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+FLAGS = ["-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-shared", "-fPIC", "-fopenmp"]
+# Only what leaves every bit of a result alone: no contraction into fma, no reordering.
+FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fwrapv"]
+
+
+class NoCompiler(Exception):
+    """No C++ compiler that can build a library here; the text says why."""
+
+
+def load(source: str) -> ctypes.CDLL:
+    """The library of a C++ source.
+
+    Raises:
+        NoCompiler: if there is no g++ (or what `CXX` names), or it fails.
+    """
+    compiler, version = _compiler()
+    key = "\0".join([source, version, *FLAGS, _processor()])
+    path = _folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
+    if not path.exists():
+        _build(compiler, source, path)
+    return ctypes.CDLL(str(path))
+
+
+def _build(compiler: str, source: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        text, made = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
+        text.write_text(source)
+        done = subprocess.run(
+            [compiler, *FLAGS, str(text), "-o", str(made)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise NoCompiler(f"{compiler} {' '.join(FLAGS)} failed:\n{done.stderr[-2000:]}")
+        os.replace(made, path)
+
+
+@lru_cache(maxsize=1)
+def _compiler() -> tuple[str, str]:
+    """The compiler's path, and what it says of itself."""
+    if sys.platform != "linux":
+        raise NoCompiler(f"not tried on {sys.platform}")
+    path = shutil.which(os.environ.get("CXX") or "g++")
+    if path is None:
+        raise NoCompiler("no g++ on the PATH, and CXX names no compiler")
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    return path, done.stdout
+
+
+@lru_cache(maxsize=1)
+def _processor() -> str:
+    """What `-march=native` depends on: a home folder may be shared by different machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+@lru_cache(maxsize=1)
+def _folder() -> Path:
+    """Where libraries are kept: nobody else may write there, since what lies there is run."""
+    chosen = os.environ.get("FUNCTIONAL_LOWBIT_CACHE")
+    base = (
+        Path(chosen)
+        if chosen
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "functional_lowbit"
+    )
+    try:
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(base, os.W_OK):
+            return base
+    except (OSError, RuntimeError):
+        pass
+    return Path(tempfile.mkdtemp(prefix="functional_lowbit_"))

@@ -1,0 +1,353 @@
+"""A leaf kernel as C++: the arithmetic of one block, traced, as a few loops over the block.
+
+`compute` (see `_kernel`) is traced into a graph of aten operations on [n, b] elements, [n, 1] numbers of a block, and
+0-d scalars. A block's largest magnitude must be known before its codes can be: each such reduction ends a loop, and
+what was computed before and is needed after it is kept in an array of the block's length, in the first-level cache. So
+each tensor is read from memory once and written once, and each number is computed once; inductor's loops over memory
+decode the moments twice.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from functional_lowbit._cpp_ops import (
+    CTYPES,
+    Unsupported,
+    cast,
+    ctype_of,
+    expression,
+    is_number,
+    literal,
+    name_of,
+    operation_of,
+)
+
+N, B = 3, 14  # blocks and elements in the example that is traced; unlike each other and unlike 1
+
+REDUCTIONS = {"amax": ("max", "-INFINITY", "<"), "amin": ("min", "INFINITY", ">"), "any": ("|", "0", "")}
+FILLED = {"full_like": 1, "zeros_like": 0, "ones_like": 0, "full": 1, "zeros": 0, "ones": 0, "scalar_tensor": 0}
+
+PRELUDE = """\
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <omp.h>
+
+typedef uint16_t bf16;  // its bits
+
+template <class To, class From> static inline To bitcast(From x) {
+    static_assert(sizeof(To) == sizeof(From), "sizes differ");
+    To y;
+    memcpy(&y, &x, sizeof x);
+    return y;
+}
+static inline float wide(bf16 x) { return bitcast<float>((uint32_t)x << 16); }
+static inline bf16 narrow(float x) {
+    const uint32_t u = bitcast<uint32_t>(x);
+    const uint32_t nearest = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    return x != x ? 0x7fc0 : nearest;
+}
+"""
+
+DRIVER = """
+extern "C" void run(const int64_t* const table, const int64_t n_leaves, const float* const scalars,
+                    const int64_t threads) {{
+    int64_t blocks = 0, widest = 0;
+    for (int64_t i = 0; i < n_leaves; i++) {{
+        const int64_t* const leaf = table + i * {columns};
+        blocks += leaf[0];
+        widest = leaf[2] > widest ? leaf[2] : widest;
+    }}
+    const int64_t step = (widest * 8 + 127) / 64 * 64;
+    #pragma omp parallel num_threads(threads)
+    {{
+        const int64_t t = omp_get_thread_num(), of = omp_get_num_threads();
+        int64_t first = blocks * t / of, todo = blocks * (t + 1) / of - first;
+        char* const scratch = (char*)aligned_alloc(64, step * {arrays});
+        for (const int64_t* leaf = table; todo > 0; leaf += {columns}) {{
+            if (first >= leaf[0]) {{
+                first -= leaf[0];
+                continue;
+            }}
+            const int64_t length = leaf[1], width = leaf[2], half = (width + 1) / 2, per_row = leaf[3];
+            int64_t row = first / per_row, k = first % per_row;
+            for (int64_t b = first; b < leaf[0] && todo > 0; b++, todo--) {{
+                const int64_t left = length - k * width;
+                block(left < width ? left : width, width, half, scratch, step, scalars,
+                      {pointers});
+                if (++k == per_row) {{
+                    k = 0;
+                    row++;
+                }}
+            }}
+            first = 0;
+        }}
+        free(scratch);
+    }}
+}}
+"""
+
+
+class Argument(NamedTuple):
+    """One tensor of a leaf."""
+
+    dtype: torch.dtype
+    kind: str  # "element": one for each of the leaf's; "code": the same, by whole blocks; "block": one for each block
+    packed: bool = False  # two codes of 4 bits in a byte
+
+
+def source(
+    compute: Callable[..., list[Tensor]],
+    n_inputs: int,
+    n_scalars: int,
+    arguments: Sequence[Argument],
+    places: Sequence[int],
+) -> str:
+    """C++ for `run(table, n_leaves, scalars, threads)`, which works on the leaves of a table in place.
+
+    A row of the table is int64[4 + tensors]: blocks, elements of a row of the leaf, elements of a block, blocks of a
+    row, and the addresses of the tensors, which are contiguous.
+
+    Args:
+        compute: `compute(g, p, scalars, *more) -> new values`, elementwise in blocks.
+        n_inputs: How many of the tensors `compute` takes.
+        n_scalars: Length of the vector of scalars.
+        arguments: The tensors: g, p, what follows the scalars, and perhaps one that is only written.
+        places: For each new value, the tensor that it is written to.
+
+    Raises:
+        Unsupported: for an operation whose bits are not fixed, or that is not elementwise in blocks.
+    """
+    args = [torch.ones((N, 1 if a.kind == "block" else B), dtype=a.dtype) for a in arguments[:n_inputs]]
+    graph = make_fx(compute)(*args[:2], torch.ones(n_scalars), *args[2:]).graph
+    return PRELUDE + _Block(graph, arguments, places).text()
+
+
+class _Block:
+    """The graph, sorted into loops over a block.
+
+    An element belongs to the first loop in which all that it is made of is known, or to a later one if it is needed
+    only there. A number of a block is known before the loop that it belongs to.
+    """
+
+    def __init__(self, graph: fx.Graph, arguments: Sequence[Argument], places: Sequence[int]):
+        self.arguments, self.places = arguments, places
+        self.code: dict[fx.Node, str] = {}  # in order
+        self.domain: dict[fx.Node, str] = {}  # "scalar", "block" or "element"
+        self.loop: dict[fx.Node, int] = {}
+        self.argument: dict[fx.Node, int] = {}  # of placeholders
+        self.vector: Any = None  # the placeholder of the scalars
+        self.outputs: list[fx.Node] = []
+        self._seen: dict[Any, fx.Node] = {}
+        for node in graph.nodes:
+            self._add(node)
+        self.stores = [(v, i) for v, i in zip(self.outputs, places, strict=True) if arguments[i].kind != "block"]
+        self.elements = [n for n in self.code if self.domain[n] == "element"]
+        self._sink()
+        self.n_loops = 1 + max(self.loop[n] for n in [*self.elements, *(v for v, _ in self.stores)])
+        self.uses = self._uses()
+        self.kept = [n for n in self.elements if self._is_kept(n)]
+
+    # --- the graph
+
+    def _add(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self._add_placeholder(node)
+        elif node.op == "output":
+            self.outputs = list(node.args[0])  # type: ignore[arg-type]
+        elif node.op == "get_attr":
+            constant = getattr(node.graph.owning_module, str(node.target))
+            if constant.numel() != 1:
+                raise Unsupported(f"a constant of shape {tuple(constant.shape)}")
+            self._put(node, "scalar", 0, literal(constant.item(), constant.dtype))
+        else:
+            self._add_call(node)
+
+    def _add_placeholder(self, node: fx.Node) -> None:
+        i = len(self.argument)
+        if i == 2 and self.vector is None:
+            self.vector = node
+            return
+        self.argument[node] = i
+        if self.arguments[i].kind == "block":
+            self._put(node, "block", 0, f"a{i}[0]")
+        else:
+            self._put(node, "element", 0, f"{self._array(i)}[j]")
+
+    def _add_call(self, node: fx.Node) -> None:
+        same = (node.target, node.args, tuple(node.kwargs.items()))
+        if same in self._seen:
+            node.replace_all_uses_with(self._seen[same])
+            return
+        self._seen[same] = node
+        name, value = operation_of(node), node.meta.get("val")
+        if not isinstance(value, Tensor) or value.dtype not in CTYPES:
+            raise Unsupported(str(node.target))
+        inputs = node.all_input_nodes
+        if self.vector in inputs:
+            if name != "select":
+                raise Unsupported(f"{node.target} of the vector of scalars")
+            self._put(node, "scalar", 0, f"scalars[{node.args[2]}]")
+            return
+        if name in FILLED:
+            fill = 1 if name.startswith("ones") else 0 if name.startswith("zeros") else node.args[FILLED[name]]
+            self._put(node, "scalar", 0, literal(fill, value.dtype))
+            return
+        loop = max((self.loop[i] for i in inputs), default=0)
+        domain = max((self.domain[i] for i in inputs), key=("scalar", "block", "element").index, default="scalar")
+        if name in REDUCTIONS:
+            self._add_reduction(node, name, domain, loop)
+            return
+        if {"scalar": value.numel() == 1, "block": value.shape == (N, 1), "element": value.shape == (N, B)}[domain]:
+            self._put(node, domain, loop, expression(node))
+        else:
+            raise Unsupported(f"{node.target} with a result of shape {tuple(value.shape)}")
+
+    def _add_reduction(self, node: fx.Node, name: str, domain: str, loop: int) -> None:
+        x, dims, keep = (*node.args, None, None)[:3]
+        dims = [dims] if isinstance(dims, int) else dims
+        if domain != "element" or not dims or [d % 2 for d in dims] != [1] or not keep:  # type: ignore[union-attr]
+            raise Unsupported(f"{node.target}, except over the last dimension with keepdim=True")
+        if x.meta["val"].dtype != (torch.bool if name == "any" else torch.float32):  # type: ignore[union-attr]
+            raise Unsupported(f"{node.target} of {x.meta['val'].dtype}")  # type: ignore[union-attr]
+        r = f"r_{node.name}"
+        code = f"{r} != 0" if name == "any" else r
+        self._put(node, "block", loop + 1, code if name == "any" or is_number(x) else f"{r}_nan ? NAN : {r}")
+
+    def _put(self, node: fx.Node, domain: str, loop: int, code: str) -> None:
+        self.domain[node], self.loop[node], self.code[node] = domain, loop, code
+
+    def _is_reduction(self, node: fx.Node) -> bool:
+        return node.op == "call_function" and operation_of(node) in REDUCTIONS
+
+    def _loop_of_use(self, user: fx.Node) -> int:
+        return self.loop[user] - self._is_reduction(user)
+
+    def _sink(self) -> None:
+        """Move what only later loops need into the first of them: what it is made of is often kept for them anyway."""
+        last = max(self.loop[n] for n in self.elements)
+        stored = {v for v, _ in self.stores}
+        for node in reversed(self.elements):
+            if node not in self.argument:
+                # What is filled like an element (full_like) does not use it.
+                uses = [self._loop_of_use(n) for n in node.users if self.domain.get(n, "scalar") != "scalar"]
+                if node in stored:
+                    uses.append(last)
+                if uses:
+                    self.loop[node] = min(uses)
+
+    def _uses(self) -> dict[fx.Node, set[int]]:
+        """For each value, the loops in which it is used."""
+        uses: dict[fx.Node, set[int]] = {n: set() for n in self.code}
+        for node in self.code:
+            for i in node.all_input_nodes:
+                if i in uses and self.domain[node] != "scalar":
+                    uses[i].add(self._loop_of_use(node))
+        for value, _ in self.stores:
+            uses[value].add(self.loop[value])
+        return uses
+
+    def _is_kept(self, node: fx.Node) -> bool:
+        """Whether an element is kept in an array for later loops.
+
+        An input is read again instead, if it is not written before; a magnitude is computed again, which is cheaper
+        than a store.
+        """
+        last = max(self.uses[node], default=0)
+        if last <= self.loop[node]:
+            return False
+        if node in self.argument:
+            written = [self.loop[value] for value, i in self.stores if i == self.argument[node]]
+            return min(written, default=last) < last
+        return not (operation_of(node) == "abs" and node.args[0] not in self.argument)
+
+    # --- the text
+
+    def text(self) -> str:
+        """All that follows the prelude."""
+        pointers = [f"{CTYPES[a.dtype]}* const __restrict__ a{i}" for i, a in enumerate(self.arguments)]
+        lines = [
+            "static inline void block(const int64_t n, const int64_t width, const int64_t half, char* const scratch,",
+            "                         const int64_t step, const float* const scalars,",
+            "                         " + (",\n" + " " * 25).join(pointers) + ") {",
+        ]
+        codes = [i for i, a in enumerate(self.arguments) if a.packed]
+        for at, node in enumerate(self.kept):
+            t = ctype_of(node)
+            lines.append(f"    {t}* const __restrict__ k_{node.name} = ({t}*)(scratch + {at} * step);")
+        for at, i in enumerate(codes, len(self.kept)):
+            lines.append(f"    uint8_t* const __restrict__ c{i} = (uint8_t*)(scratch + {at} * step);")
+            lines.append(f"    for (int64_t j = 0; j < half; j++) c{i}[j] = a{i}[j] & 15;")
+            lines.append(f"    for (int64_t j = half; j < width; j++) c{i}[j] = a{i}[j - half] >> 4;")
+        lines += [f"    {self._declare(n)}" for n in self.code if self.domain[n] == "scalar"]
+        for loop in range(self.n_loops + 1):
+            lines += [
+                f"    {self._declare(n)}" for n in self.code if self.domain[n] == "block" and self.loop[n] == loop
+            ]
+            if loop < self.n_loops:
+                lines += self._loop_text(loop)
+        for value, i in zip(self.outputs, self.places, strict=True):
+            if self.arguments[i].kind == "block":
+                lines.append(f"    a{i}[0] = {cast(value, self.arguments[i].dtype)};")
+        for i in codes:
+            lines.append("    for (int64_t j = 0; j < half; j++)")
+            lines.append(f"        a{i}[j] = c{i}[j] | (c{i}[half + j < width ? half + j : 0] << 4);")
+        driver = DRIVER.format(
+            columns=4 + len(self.arguments),
+            arrays=max(len(self.kept) + len(codes), 1),
+            pointers=(",\n" + " " * 22).join(self._pointer(i) for i in range(len(self.arguments))),
+        )
+        return "\n".join([*lines, "}", ""]) + driver
+
+    def _loop_text(self, loop: int) -> list[str]:
+        before: list[str] = []
+        clauses: list[str] = []
+        body: list[str] = []
+        for node in self.code:
+            if self._is_reduction(node) and self.loop[node] == loop + 1:
+                self._reduce(node, before, clauses, body)
+            elif self.domain[node] == "element" and (loop == self.loop[node] or loop in self.uses[node]):
+                if loop == self.loop[node] or node not in self.kept:
+                    body.append(self._declare(node))
+                    if node in self.kept:
+                        body.append(f"k_{node.name}[j] = {name_of(node)};")
+                else:
+                    body.append(f"const {ctype_of(node)} {name_of(node)} = k_{node.name}[j];")
+        for value, i in self.stores:
+            if self.loop[value] == loop:
+                body.append(f"{self._array(i)}[j] = {cast(value, self.arguments[i].dtype)};")
+        pragma = "#pragma omp simd" + "".join(f" reduction({clause})" for clause in clauses)
+        lines = [*before, pragma, "for (int64_t j = 0; j < n; j++) {", *("    " + line for line in body), "}"]
+        return ["    " + line for line in lines]
+
+    def _reduce(self, node: fx.Node, before: list[str], clauses: list[str], body: list[str]) -> None:
+        """What a reduction adds: its variable, the clause that lets it be vectorized, and the step in the loop."""
+        kind, start, less = REDUCTIONS[operation_of(node)]
+        r, x = f"r_{node.name}", name_of(node.args[0])  # type: ignore[arg-type]
+        clauses.append(f"{kind}:{r}")
+        if kind == "|":
+            before.append(f"int {r} = {start};")
+            body.append(f"{r} |= {x};")
+            return
+        before.append(f"float {r} = {start};")
+        body.append(f"{r} = {r} {less} {x} ? {x} : {r};")
+        if not is_number(node.args[0]):  # looked for apart: a comparison that also finds NaN would not be vectorized
+            before.append(f"int {r}_nan = 0;")
+            clauses.append(f"|:{r}_nan")
+            body.append(f"{r}_nan |= {x} != {x};")
+
+    def _declare(self, node: fx.Node) -> str:
+        return f"const {ctype_of(node)} {name_of(node)} = {self.code[node]};"
+
+    def _array(self, i: int) -> str:
+        return f"{'c' if self.arguments[i].packed else 'a'}{i}"
+
+    def _pointer(self, i: int) -> str:
+        kind = "half" if self.arguments[i].packed else self.arguments[i].kind
+        offset = {"element": "row * length + k * width", "code": "b * width", "half": "b * half", "block": "b"}[kind]
+        return f"({CTYPES[self.arguments[i].dtype]}*)leaf[{4 + i}] + {offset}"

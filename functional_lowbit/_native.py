@@ -1,0 +1,81 @@
+"""The leaf kernel as machine code for the CPU: one call for all leaves of a group, of any shape, in place."""
+
+import ctypes
+from array import array
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from functional_lowbit import _cpp_library
+from functional_lowbit._cpp_source import Argument, source
+from functional_lowbit._grid import Grid
+from functional_lowbit._kernel import KernelKey, make_compute
+from functional_lowbit._staging import Leaf
+
+FLAT_BLOCK = 1024  # elements worked on together where no moment has blocks
+SMALL = 2**15  # elements; fewer are not worth waking other threads for
+
+
+class NativeKernel:
+    """A kernel of generated C++. It takes leaves as they lie in memory."""
+
+    graphs = 1
+
+    def __init__(self, key: KernelKey):
+        arguments = [Argument(key.grad_dtype, "element"), Argument(key.param_dtype, "element")]
+        for codec in (codec for stage in key.stages for codec in stage.codecs):
+            if codec is None or codec.parts == 1:
+                arguments.append(Argument(torch.float32 if codec is None else codec.dtype, "element"))
+            else:
+                arguments.append(Argument(codec.dtype, "code", codec.packing == 2))
+                arguments.append(Argument(torch.float32, "block"))
+        n_inputs, place = len(arguments), 1
+        if not key.apply:
+            place = n_inputs
+            arguments.append(Argument(torch.float32, "element"))
+        n_scalars = 1 + key.n_gates + sum(len(stage.scalars) for stage in key.stages)
+        compute = make_compute(key, in_place=False)
+        text = source(compute, n_inputs, n_scalars, arguments, [*range(2, n_inputs), place])
+        self._run = _cpp_library.load(text).run
+        self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
+        self._run.restype = None
+
+    def run(self, leaves: Iterable[Leaf], shaped: Sequence[bool], scalars: Tensor) -> None:
+        """Work on leaves in place.
+
+        Args:
+            leaves: Their first tensor (the gradient) is read, the others are written.
+            shaped: For each of a leaf's tensors, whether it has the leaf's shape; else it is [n_blocks, any].
+            scalars: float32, contiguous.
+        """
+        table = array("q")
+        copies: list[tuple[Tensor, Tensor]] = []
+        alive: list[Tensor] = []  # copies of gradients, until the call is over
+        written: list[Tensor] = []
+        numel, n_leaves = 0, 0
+        for leaf in leaves:
+            size = leaf.numel
+            if size == 0:
+                continue
+            grid = leaf.grid or Grid(1, size, FLAT_BLOCK, -(-size // FLAT_BLOCK))
+            table.extend((grid.n_blocks, grid.row_length, grid.block, grid.blocks_per_row))
+            for i, x in enumerate(leaf.tensors):
+                if not x.is_contiguous():
+                    original, x = x, x.contiguous()
+                    if i:
+                        copies.append((original, x))
+                    else:
+                        alive.append(x)
+                if i:
+                    written.append(x)
+                table.append(x.data_ptr())
+            numel += size
+            n_leaves += 1
+        if not n_leaves:
+            return
+        threads = torch.get_num_threads() if numel >= SMALL else 1
+        self._run(table.buffer_info()[0], n_leaves, scalars.data_ptr(), threads)
+        for original, copy in copies:
+            original.copy_(copy)
+        torch.autograd.graph.increment_version(written)
