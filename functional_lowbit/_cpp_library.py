@@ -20,6 +20,8 @@ FLAGS = ["-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-sh
 # Only what leaves every bit of a result alone: no contraction into fma, no reordering.
 FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fwrapv"]
 
+SMALL = 2**15  # elements; fewer are not worth waking other threads for
+
 
 class NoCompiler(Exception):
     """No C++ compiler that can build a library here; the text says why."""

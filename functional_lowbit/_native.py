@@ -14,7 +14,6 @@ from functional_lowbit._kernel import KernelKey, make_compute
 from functional_lowbit._staging import Leaf
 
 FLAT_BLOCK = 1024  # elements worked on together where no moment has blocks
-SMALL = 2**15  # elements; fewer are not worth waking other threads for
 
 
 class NativeKernel:
@@ -74,7 +73,7 @@ class NativeKernel:
             n_leaves += 1
         if not n_leaves:
             return
-        threads = torch.get_num_threads() if numel >= SMALL else 1
+        threads = torch.get_num_threads() if numel >= _cpp_library.SMALL else 1
         self._run(table.buffer_info()[0], n_leaves, scalars.data_ptr(), threads)
         for original, copy in copies:
             original.copy_(copy)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from functional_lowbit import _tree
 from functional_lowbit._base import Tree
+from functional_lowbit._cpp_norm import square_bins
 from functional_lowbit.sharding import ShardSpec, part_of, sum_over_shards
 
 # Floating-point sums depend on their order, and the order on the mesh. So each block of a row is summed in float32,
@@ -50,6 +51,9 @@ def global_norm(tree: Tree) -> Tensor:
 
 def _square_bins(tensors: Sequence[Tensor]) -> Tensor:
     """The squares of local tensors, added up by exponent: float64[EXPONENTS + 2]."""
+    bins = square_bins(tensors, BLOCK, EXPONENTS + 2)
+    if bins is not None:
+        return bins
     squares = torch.cat([part for x in tensors for part in _block_squares(x)])
     mantissa, exponent = torch.frexp(squares)
     index = torch.where(squares.isnan(), NOT_A_NUMBER, torch.where(squares.isinf(), INFINITE, exponent + 148))

@@ -13,7 +13,7 @@ import functional_lowbit as fl
 PACKAGE = Path(fl.__file__).parent
 FLOORS = {
     0: {"_base", "_numerics", "_cpp_ops", "_cpp_library"},
-    1: {"_tree", "_grid", "formats._format", "_cpp_source"},
+    1: {"_tree", "_grid", "formats._format", "_cpp_source", "_cpp_norm"},
     2: {"_check", "sharding", "formats.companded", "formats.dynamic", "formats.floats"},
     3: {"formats", "_norm", "_parts", "schedules"},
     4: {"_quantized", "_leafwise", "tree"},
