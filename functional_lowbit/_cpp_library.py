@@ -58,9 +58,10 @@ def _compiler() -> tuple[str, str]:
     """The compiler's path, and what it says of itself."""
     if sys.platform != "linux":
         raise NoCompiler(f"not tried on {sys.platform}")
-    path = shutil.which(os.environ.get("CXX") or "g++")
+    wanted = os.environ.get("CXX") or "g++"
+    path = shutil.which(wanted)
     if path is None:
-        raise NoCompiler("no g++ on the PATH, and CXX names no compiler")
+        raise NoCompiler(f"no C++ compiler {wanted} on the PATH")
     done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
     return path, done.stdout
 

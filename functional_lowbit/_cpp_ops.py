@@ -115,13 +115,11 @@ def expression(node: fx.Node) -> str:
         return FLOAT_ONLY[name][dtype == torch.float64].format(*[cast(a, dtype) for a in args])
     if name == "bitwise_not" and dtype == torch.bool:
         name = "logical_not"
-    if name not in ARITHMETIC or set(node.kwargs) - {"alpha"} or len(args) > 2:
+    if name not in ARITHMETIC or node.kwargs or len(args) > 2:
         raise Unsupported(str(node.target))
     if name in ("div", "reciprocal") and not dtype.is_floating_point:
         raise Unsupported(f"{node.target} of integers")
     operands = [cast(a, dtype) for a in args]
-    if "alpha" in node.kwargs:
-        operands[1] = f"({literal(node.kwargs['alpha'], dtype)} * {operands[1]})"
     text = ARITHMETIC[name].format(*operands)
     return text if dtype.is_floating_point else f"({CTYPES[dtype]}){text}"
 

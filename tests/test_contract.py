@@ -133,6 +133,14 @@ def _with(given: Any, grads: Any) -> tuple[Any, Any, Any]:
     return given[0], grads, given[1]
 
 
+@pytest.mark.parametrize("name", ["adamw8bit", "lion8bit", "chain", "apply_if_finite", "adamw masked"])
+def test_inductor_gives_the_same_bits(name):
+    tx, params = TABLE[name](), make_params()
+    grads = make_grads(params)
+    step = fl.compile(tx, donate=False, backend="inductor")
+    assert same(run_step(step, params, grads, tx.init(params)), run_pure(tx, params, grads))
+
+
 @EVERY
 def test_donation_writes_in_place(name):
     tx, params = TABLE[name](), make_params()
@@ -165,11 +173,12 @@ def _stored(state: Any) -> list[fl.QuantizedTensor]:
     return [x for x in nodes if isinstance(x, fl.QuantizedTensor)]
 
 
+@pytest.mark.parametrize("backend", ["native", "inductor"])
 @pytest.mark.parametrize("format", fl.formats.names())
-def test_every_format_compiled(format):
+def test_every_format_compiled(format, backend):
     tx, params = fl.adamw8bit(0.01, format=format), make_params()
     grads = make_grads(params)
-    step = fl.compile(tx, donate=False)
+    step = fl.compile(tx, donate=False, backend=backend)
     assert same(run_step(step, params, grads, tx.init(params)), run_pure(tx, params, grads))
 
 
