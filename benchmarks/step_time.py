@@ -78,8 +78,8 @@ def torch_style(make: Callable[[list[Any]], Any], params: list[Tensor], grads: l
     return Contender(step, lambda: nbytes(list(optimizer.state.values())))
 
 
-def ours(tx: fl.GradientTransformation, params: list[Tensor], grads: list[Tensor]) -> Contender:
-    step, holder = fl.compile(tx), {"params": params, "state": tx.init(params)}
+def ours(tx: fl.GradientTransformation, params: list[Tensor], grads: list[Tensor], **kind: Any) -> Contender:
+    step, holder = fl.compile(tx, **kind), {"params": params, "state": tx.init(params)}
 
     def run() -> None:
         holder["params"], holder["state"] = step(grads, holder["state"], holder["params"])
@@ -97,43 +97,59 @@ def contenders() -> dict[str, tuple[Maker, torch.dtype]]:
         kwargs = {"lr": LR, "weight_decay": WEIGHT_DECAY, **kind}
         return lambda p, g: torch_style(lambda m: torch.optim.AdamW(m, **kwargs), p, g, clip)
 
-    def eight_bits(format: str) -> fl.GradientTransformation:
+    def low_bit(format: str) -> fl.GradientTransformation:
         return fl.adamw8bit(LR, weight_decay=WEIGHT_DECAY, format=format)
 
-    clipped = fl.chain(fl.clip_by_global_norm(MAX_NORM), eight_bits("companded8"))
+    def made(tx: fl.GradientTransformation, **kind: Any) -> Maker:
+        return lambda p, g: ours(tx, p, g, **kind)
+
+    clipped = fl.chain(fl.clip_by_global_norm(MAX_NORM), low_bit("companded8"))
     f32, bf16 = torch.float32, torch.bfloat16
     return {
         REFERENCE: (torch_adamw(fused=True), f32),
         "torch foreach": (torch_adamw(foreach=True), f32),
         "torch clip + fused": (torch_adamw(clip=True, fused=True), f32),
         "torch fused, bf16": (torch_adamw(fused=True), bf16),
-        "adamw": (lambda p, g: ours(fl.adamw(LR, weight_decay=WEIGHT_DECAY), p, g), f32),
-        "adamw8bit": (lambda p, g: ours(eight_bits("companded8"), p, g), f32),
-        "adamw8bit dynamic8": (lambda p, g: ours(eight_bits("dynamic8"), p, g), f32),
-        "clip + adamw8bit": (lambda p, g: ours(clipped, p, g), f32),
-        "adamw8bit, bf16": (lambda p, g: ours(eight_bits("companded8"), p, g), bf16),
+        "adamw": (made(fl.adamw(LR, weight_decay=WEIGHT_DECAY)), f32),
+        "adamw8bit": (made(low_bit("companded8")), f32),
+        "adamw8bit, inductor": (made(low_bit("companded8"), backend="inductor"), f32),
+        "adamw8bit dynamic8": (made(low_bit("dynamic8")), f32),
+        "adamwfp8": (made(low_bit("e4m3")), f32),
+        "adamw4bit": (made(low_bit("root4")), f32),
+        "adamw4bit dynamic4": (made(low_bit("dynamic4")), f32),
+        "clip + adamw8bit": (made(clipped), f32),
+        "adamw8bit, bf16": (made(low_bit("companded8")), bf16),
+        "  with stochastic rounding": (made(low_bit("companded8"), rounding="stochastic", key=0), bf16),
     }
 
 
+PEERS = {
+    "torchao 8 bits": ("torchao", "AdamW8bit"),
+    "torchao 4 bits": ("torchao", "AdamW4bit"),
+    "torchao FP8": ("torchao", "AdamWFp8"),
+    "bitsandbytes": ("bitsandbytes", "AdamW8bit"),
+}
+
+
 def peers() -> dict[str, tuple[Maker, torch.dtype]]:
-    """8-bit AdamW of other libraries, as far as they are installed (extra `parity`)."""
+    """Low-bit AdamW of other libraries, as far as they are installed (extra `parity`)."""
     found: dict[str, tuple[Maker, torch.dtype]] = {}
     kwargs = {"lr": LR, "weight_decay": WEIGHT_DECAY}
-    for name in ("torchao", "bitsandbytes"):
+    for name, (library, kind) in PEERS.items():
         try:
-            module = __import__(f"{name}.optim", fromlist=["AdamW8bit"])
+            optimizer = getattr(__import__(f"{library}.optim", fromlist=[kind]), kind)
         except Exception as error:  # what a foreign import raises is not ours to know
             print(f"{name}: not measured, its import failed: {error!r}")
             continue
         found[name] = (
-            lambda p, g, m=module: torch_style(lambda x: m.AdamW8bit(x, **kwargs), p, g, False),
+            lambda p, g, o=optimizer: torch_style(lambda x: o(x, **kwargs), p, g, False),
             torch.float32,
         )
     return found
 
 
 def make(name: str, shapes: list[tuple[int, ...]], device: str) -> Contender:
-    maker, dtype = (contenders() | (peers() if name in ("torchao", "bitsandbytes") else {}))[name]
+    maker, dtype = (contenders() | (peers() if name in PEERS else {}))[name]
     return maker(leaves(shapes, dtype, device, 0), leaves(shapes, dtype, device, 1))
 
 
@@ -223,7 +239,7 @@ def cold_first_step(name: str, workload: str, args: argparse.Namespace) -> dict[
     with tempfile.TemporaryDirectory() as cache:
         command = [sys.executable, __file__, "--cold", name, workload, "--size", str(args.size)]
         command += ["--threads", str(args.threads), "--device", args.device]
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "FUNCTIONAL_LOWBIT_CACHE": f"{cache}/native"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the cold first step of {name} failed:\n{done.stderr[-2000:]}")
@@ -234,7 +250,10 @@ def run_cold(name: str, shapes: list[tuple[int, ...]], device: str) -> None:
     """What the fresh process does."""
     contender = make(name, shapes, device)
     seconds = timed(contender, device)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    if contender.compiled is not None:
+        graphs = contender.compiled.graphs
+    else:
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     print(json.dumps({"seconds": seconds, "graphs": graphs, "shapes": len(set(shapes)), "leaves": len(shapes)}))
 
 
@@ -247,7 +266,7 @@ def measure(workload: str, shapes: list[tuple[int, ...]], args: argparse.Namespa
         try:
             warm_up(entry, args.device)
         except Exception as error:
-            if name not in ("torchao", "bitsandbytes"):
+            if name not in PEERS:
                 raise
             print(f"{name}: not measured, its step failed: {error!r}")
             continue
@@ -299,7 +318,8 @@ def main() -> None:
         print_table(workload, shapes[workload], results[workload])
     cold = {}
     wanted = [("adamw8bit", "gpt"), ("adamw8bit", "odd"), ("clip + adamw8bit", "gpt"), ("adamw8bit dynamic8", "gpt")]
-    wanted += [] if args.skip_peers or "torchao" not in results.get("one", {}) else [("torchao", "one")]
+    wanted += [("adamw4bit", "gpt"), ("adamw8bit, inductor", "gpt")]
+    wanted += [] if args.skip_peers or "torchao 8 bits" not in results.get("one", {}) else [("torchao 8 bits", "one")]
     for name, workload in [] if args.skip_cold else wanted:
         cold[f"{name}, {workload}"] = {"name": name, "workload": workload, **cold_first_step(name, workload, args)}
     print_goals(results, cold)
