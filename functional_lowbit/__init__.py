@@ -1,6 +1,12 @@
 """Functional optimizers with low-bit state for PyTorch."""
 
-from functional_lowbit import formats as formats, schedules as schedules, sharding as sharding, tree as tree
+from functional_lowbit import (
+    formats as formats,
+    rounding as rounding,
+    schedules as schedules,
+    sharding as sharding,
+    tree as tree,
+)
 from functional_lowbit._apply import apply_updates as apply_updates
 from functional_lowbit._base import (
     EmptyState as EmptyState,

@@ -26,7 +26,11 @@ class Kernel(Protocol):
     graphs: int  # compiled for it so far
 
     def run(self, leaves: Iterable[_staging.Leaf], shaped: Sequence[bool], scalars: Tensor) -> None:
-        """Work on leaves in place. For each of a leaf's tensors, `shaped` says whether it has the leaf's shape."""
+        """Work on leaves in place.
+
+        For each of a leaf's tensors, `shaped` says whether it has the leaf's shape; else it has a row for each block,
+        or is one number for all of them.
+        """
         ...
 
 
@@ -56,6 +60,7 @@ class TorchKernel:
 
     def run(self, leaves: Iterable[_staging.Leaf], shaped: Sequence[bool], scalars: Tensor) -> None:
         """Work on leaves in place, in views and copies of the shapes that were compiled for."""
+        leaves = (_staging.each_block(leaf, shaped) for leaf in leaves)
         _staging.run(leaves, shaped, lambda t: self._function(t[0], t[1], scalars, *t[2:]))
 
 

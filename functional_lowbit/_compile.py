@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from functional_lowbit import _check, _staging, _tree
+from functional_lowbit._apply import ROUNDINGS
 from functional_lowbit._backends import Kernel, kernel_for
 from functional_lowbit._base import GradientTransformation, Tree, call_update
+from functional_lowbit._grid import Grid
 from functional_lowbit._kernel import KernelKey, Stage
 from functional_lowbit._leafwise import Shared, as_sharded
 from functional_lowbit._low_bit import read_moments
+from functional_lowbit._noise import HALF, Noise, Start
 from functional_lowbit._program import GateOp, LeafOp, Op, OpaqueOp, Program, lower
 from functional_lowbit._quantized import QuantizedTensor
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
@@ -40,6 +43,11 @@ class _Run:
     as_given: bool = True  # whether updates are as given
     shared: dict[int, Shared] = field(default_factory=dict)
     gates: dict[int, Tensor] = field(default_factory=dict)
+    noise: Noise | None = None
+
+    def rounds(self, i: int) -> bool:
+        """Whether a leaf's new parameters are rounded stochastically."""
+        return self.noise is not None and self.locals[i].dtype in HALF
 
     def update_tree(self, active: list[bool] | None = None) -> Tree:
         """The updates as the user would see them; None at leaves that are skipped or not active."""
@@ -71,12 +79,13 @@ class _Run:
 class Step:
     """A compiled training step: `params, state = step(grads, state, params, **extra)`. Made by `compile`."""
 
-    def __init__(self, tx: GradientTransformation, donate: bool, backend: str | None):
+    def __init__(self, tx: GradientTransformation, donate: bool, backend: str | None, noise: Noise | None):
         self._program: Program = lower(tx.update)
         self._ops: list[Op] = list(self._program.ops())
         self._has_opaque = any(isinstance(op, OpaqueOp) for op in self._ops)
         self._donate = donate
         self._backend = backend
+        self._noise = noise
         self._used: dict[KernelKey, Kernel] = {}
 
     @property
@@ -165,7 +174,9 @@ class Step:
                     f"{speaker}: the state shares memory with the parameters, which are donated; copy them in init, or "
                     "compile with donate=False"
                 )
-        return _Run(treedef, leaves, specs, locals_, updates, active, states, moments, hypers, extra)
+        if self._noise is not None:
+            self._noise.begin(state, paths)
+        return _Run(treedef, leaves, specs, locals_, updates, active, states, moments, hypers, extra, noise=self._noise)
 
     def _flush(self, run: _Run, pending: list[int]) -> list[int]:
         """Run what is pending, since what comes next looks at its result."""
@@ -201,15 +212,18 @@ class Step:
                 ops = tuple(j for j in pending if run.active[j][i])
                 codecs = tuple(tuple(_codec(m) for m in run.moments[j][i]) for j in ops)
                 place = run.locals[i]
-                groups.setdefault((ops, codecs, place.dtype, update.dtype, place.device), []).append(i)
+                rounds = apply and run.rounds(i)
+                fused = rounds and self._start(run, ops, i) is not None
+                kind = (place.dtype, update.dtype, place.device)
+                groups.setdefault((ops, codecs, *kind, apply and rounds == fused, fused), []).append(i)
         outs: list[Any] = [None] * len(run.updates)
-        for (ops, codecs, param_dtype, grad_dtype, device), members in groups.items():
+        for (ops, codecs, param_dtype, grad_dtype, device, in_place, stochastic), members in groups.items():
             stages = tuple(
                 Stage.of(self._rule(j), c, tuple(run.shared[j].scalars), self._ops[j].gates)
                 for j, c in zip(ops, codecs, strict=True)
             )
-            blocked = any(c is not None and c.parts == 2 for cs in codecs for c in cs)
-            key = KernelKey(stages, len(run.gates), apply, blocked, param_dtype, grad_dtype, device)
+            blocked = stochastic or any(c is not None and c.parts == 2 for cs in codecs for c in cs)
+            key = KernelKey(stages, len(run.gates), in_place, stochastic, blocked, param_dtype, grad_dtype, device)
             kernel = self._used.get(key)
             if kernel is None:
                 kernel = self._used[key] = kernel_for(key, self._backend)
@@ -220,14 +234,42 @@ class Step:
                 device,
             )
             shaped = [True, True, *(s for cs in codecs for c in cs for s in _shaped(c))]
-            if not apply:
+            shaped += [False] * 3 if stochastic else []
+            if not in_place:
                 shaped.append(True)
                 for i in members:
                     outs[i] = torch.empty(run.locals[i].shape, dtype=torch.float32, device=device)
-            leaves = (_leaf(run, ops, i, outs[i]) for i in members)
+            starts = {i: self._start(run, ops, i) for i in members} if stochastic else {}
+            leaves = (self._leaf(run, ops, i, outs[i], starts.get(i)) for i in members)
             kernel.run(leaves, shaped, scalars)
         if not apply:
             run.updates = outs
+            return
+        for i, out in enumerate(outs):
+            if out is not None:
+                assert run.noise is not None
+                run.noise.round_(run.locals[i], out, i, run.params[i].shape, run.specs[i])
+
+    def _start(self, run: _Run, ops: tuple[int, ...], i: int) -> Start | None:
+        """Where the noise of a leaf's blocks starts."""
+        assert run.noise is not None
+        return run.noise.start(run.params[i].shape, run.specs[i], _grid(run, ops, i))
+
+    def _leaf(self, run: _Run, ops: tuple[int, ...], i: int, out: Tensor | None, start: Start | None) -> _staging.Leaf:
+        """A leaf with all its tensors, in the kernel's order."""
+        tensors = [run.updates[i], run.locals[i]]
+        for j in ops:
+            for moment in run.moments[j][i]:
+                if isinstance(moment, QuantizedTensor):
+                    tensors += [x for x in moment.local_blocks() if x is not None]
+                else:
+                    tensors.append(local_of(moment))
+        if start is not None:
+            assert run.noise is not None
+            tensors += run.noise.words(i, start, run.locals[i].device)
+        if out is not None:
+            tensors.append(out)
+        return _staging.Leaf(_grid(run, ops, i) if start is None else start.grid, tuple(tensors))
 
     def _rule(self, j: int) -> Any:
         op = self._ops[j]
@@ -267,23 +309,13 @@ def _block_size(moments: tuple[Any, ...]) -> int | None:
     return next((m.block_size for m in moments if isinstance(m, QuantizedTensor) and m.format.scaled), None)
 
 
-def _leaf(run: _Run, ops: tuple[int, ...], i: int, out: Tensor | None) -> _staging.Leaf:
-    """A leaf with all its tensors, in the kernel's order."""
-    tensors = [run.updates[i], run.locals[i]]
-    grid = None
+def _grid(run: _Run, ops: tuple[int, ...], i: int) -> Grid | None:
+    """The grid of a leaf's moments; None if none has scales."""
     for j in ops:
         for moment in run.moments[j][i]:
-            if isinstance(moment, QuantizedTensor):
-                codes, scales = moment.local_blocks()
-                tensors.append(codes)
-                if scales is not None:
-                    tensors.append(scales)
-                    grid = moment.layout.local_grid()
-            else:
-                tensors.append(local_of(moment))
-    if out is not None:
-        tensors.append(out)
-    return _staging.Leaf(grid, tuple(tensors))
+            if isinstance(moment, QuantizedTensor) and moment.format.scaled:
+                return moment.layout.local_grid()
+    return None
 
 
 def _vector(scalars: list[Tensor], device: torch.device) -> Tensor:
@@ -332,7 +364,7 @@ def compile(
     donate: bool = True,
     backend: str | None = None,
     rounding: str = "nearest",
-    key: Any = None,
+    key: int | Tensor | None = None,
 ) -> Step:
     """Make the training step of a transformation: one fused kernel for all leaves, compiled once.
 
@@ -349,8 +381,11 @@ def compile(
             torch.compile runs anywhere; "eager" needs no compiler. All give the same numbers, bit for bit. None takes
             "native" where a leaf is on the CPU, a C++ compiler is there and the leaf functions consist of operations
             that it knows, and "inductor" elsewhere.
-        rounding: How new parameters are rounded to their dtype: "nearest".
-        key: Not used by "nearest".
+        rounding: How new parameters are rounded to their dtype: to the "nearest" number, or "stochastic" for bfloat16
+            and float16, see `rounding.stochastic_round`; others are rounded to the nearest.
+        key: For "stochastic": an int of 64 bits, or an int64[] tensor that is read anew at each step. The noise of a
+            step is that of `apply_updates` with the key `rounding.fold_in(key, step)`, where `step` is the first field
+            of that name in the state that the step is given.
 
     Returns:
         `step(grads, state, params, **extra) -> (params, state)`, with the attribute `graphs`. Params may be
@@ -358,7 +393,8 @@ def compile(
 
     Raises:
         TypeError: if `tx` is no GradientTransformation.
-        ValueError: for another rounding.
+        ValueError: for another rounding, or without a key for "stochastic".
+        NotImplementedError: at the first step, if "native" is asked for and cannot be used.
 
     Example:
         >>> import torch, functional_lowbit as fl
@@ -371,6 +407,10 @@ def compile(
     """
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(f"compile: tx must be a GradientTransformation, got {type(tx).__name__}")
-    if rounding != "nearest":
-        raise ValueError(f"compile: rounding must be 'nearest', got {rounding!r}")
-    return Step(tx, donate, backend)
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"compile: rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+    if rounding == "nearest":
+        return Step(tx, donate, backend, None)
+    if key is None:
+        raise ValueError("compile: rounding='stochastic' needs a key, an int or a 0-d int64 tensor")
+    return Step(tx, donate, backend, Noise(key))

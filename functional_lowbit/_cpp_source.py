@@ -97,7 +97,8 @@ class Argument(NamedTuple):
     """One tensor of a leaf."""
 
     dtype: torch.dtype
-    kind: str  # "element": one for each of the leaf's; "code": the same, by whole blocks; "block": one for each block
+    kind: str  # "element": one for each of the leaf's; "code": the same, by whole blocks; "block": one for each block;
+    # "leaf": one for the leaf
     packed: bool = False  # two codes of 4 bits in a byte
 
 
@@ -123,7 +124,7 @@ def source(
     Raises:
         Unsupported: for an operation whose bits are not fixed, or that is not elementwise in blocks.
     """
-    args = [torch.ones((N, 1 if a.kind == "block" else B), dtype=a.dtype) for a in arguments[:n_inputs]]
+    args = [torch.ones((N, 1 if a.kind in ("block", "leaf") else B), dtype=a.dtype) for a in arguments[:n_inputs]]
     graph = make_fx(compute)(*args[:2], torch.ones(n_scalars), *args[2:]).graph
     return PRELUDE + _Block(graph, arguments, places).text()
 
@@ -174,7 +175,7 @@ class _Block:
             self.vector = node
             return
         self.argument[node] = i
-        if self.arguments[i].kind == "block":
+        if self.arguments[i].kind in ("block", "leaf"):
             self._put(node, "block", 0, f"a{i}[0]")
         else:
             self._put(node, "element", 0, f"{self._array(i)}[j]")
@@ -197,6 +198,9 @@ class _Block:
         if name in FILLED:
             fill = 1 if name.startswith("ones") else 0 if name.startswith("zeros") else node.args[FILLED[name]]
             self._put(node, "scalar", 0, literal(fill, value.dtype))
+            return
+        if name == "arange" and value.shape == (B,) and node.args in ((0, B), (B,)):
+            self._put(node, "element", 0, f"({CTYPES[value.dtype]})j")
             return
         loop = max((self.loop[i] for i in inputs), default=0)
         domain = max((self.domain[i] for i in inputs), key=("scalar", "block", "element").index, default="scalar")
@@ -349,5 +353,11 @@ class _Block:
 
     def _pointer(self, i: int) -> str:
         kind = "half" if self.arguments[i].packed else self.arguments[i].kind
-        offset = {"element": "row * length + k * width", "code": "b * width", "half": "b * half", "block": "b"}[kind]
+        offset = {
+            "element": "row * length + k * width",
+            "code": "b * width",
+            "half": "b * half",
+            "block": "b",
+            "leaf": "0",
+        }[kind]
         return f"({CTYPES[self.arguments[i].dtype]}*)leaf[{4 + i}] + {offset}"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from functional_lowbit._leafwise import Leafwise, check_leaf, record
 from functional_lowbit.formats import Codec
+from functional_lowbit.rounding import bits, stochastic_round
 
 
 class Stage(NamedTuple):
@@ -39,6 +40,7 @@ class KernelKey(NamedTuple):
     stages: tuple[Stage, ...]
     n_gates: int
     apply: bool  # add the update to the parameter, or write it out
+    stochastic: bool  # round the new parameter stochastically, see `rounding`
     blocked: bool  # tensors of [n_blocks, block] with scales, or flat [n]
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
@@ -52,7 +54,8 @@ def make_compute(key: KernelKey, in_place: bool) -> Callable[..., list[Tensor]]:
     """`compute(g, p, scalars, *moments) -> [*new moments, new p or u]`, pure.
 
     `scalars` is float32[1 + n_gates + all stages' scalars]: a 1, then the gates (1 open, 0 closed), then the scalars.
-    `moments` are, stage by stage and field by field, codes and scales, or the one unscaled tensor.
+    `moments` are, stage by stage and field by field, codes and scales, or the one unscaled tensor. For stochastic
+    rounding, `rounding.Words` of each block's first element, int32[n, 1] each, follow them.
 
     Args:
         key: What the kernel is made for.
@@ -107,21 +110,26 @@ def make_compute(key: KernelKey, in_place: bool) -> Callable[..., list[Tensor]]:
                         part = torch.where(condition, part, place)
                     outs.append(part)
         if key.apply:
-            u = (p.to(torch.promote_types(p.dtype, torch.float32)) + u).to(p.dtype)
-        return [*outs, u]
+            u = p.to(torch.promote_types(p.dtype, torch.float32)) + u
+        if key.stochastic:
+            low, high, counter = rest[at:]
+            noise = bits(low, high, counter + torch.arange(g.shape[-1], dtype=torch.int32, device=g.device))
+            u = stochastic_round(u, p.dtype, noise)
+        return [*outs, u.to(p.dtype) if key.apply else u]
 
     return compute
 
 
 def make_kernel(key: KernelKey) -> Callable[..., None]:
-    """`kernel(g, p, scalars, *moments)`, or `kernel(g, p, scalars, *moments, out)` if updates are not applied.
+    """`kernel(g, p, scalars, *rest)`, or `kernel(g, p, scalars, *rest, out)` if updates are not applied.
 
     The arguments are those of `compute`. Moments, and `p` or `out`, are written.
     """
     compute, apply = make_compute(key, in_place=True), key.apply
+    n_moments = sum(1 if c is None else c.parts for stage in key.stages for c in stage.codecs)
 
     def kernel(g: Tensor, p: Tensor, scalars: Tensor, *rest: Tensor) -> None:
-        places = (*rest, p) if apply else rest
+        places = (*rest[:n_moments], p if apply else rest[-1])
         for place, new in zip(places, compute(g, p, scalars, *(rest if apply else rest[:-1])), strict=True):
             place.copy_(new)
 
@@ -158,6 +166,8 @@ def example(key: KernelKey) -> tuple[list[Tensor], list[tuple[Tensor, int]]]:
             else:
                 add((n, codec.width(block)), codec.dtype, codec.zero_code)
                 add((n, 1), torch.float32, codec.zero_scale)
+    for _ in range(3 if key.stochastic else 0):
+        add((n, 1), torch.int32)
     if not key.apply:
         add(shape, torch.float32)
     return args, varying

@@ -29,13 +29,16 @@ class NativeKernel:
             else:
                 arguments.append(Argument(codec.dtype, "code", codec.packing == 2))
                 arguments.append(Argument(torch.float32, "block"))
+        moments = range(2, len(arguments))
+        if key.stochastic:
+            arguments += [Argument(torch.int32, kind) for kind in ("leaf", "leaf", "block")]
         n_inputs, place = len(arguments), 1
         if not key.apply:
             place = n_inputs
             arguments.append(Argument(torch.float32, "element"))
         n_scalars = 1 + key.n_gates + sum(len(stage.scalars) for stage in key.stages)
         compute = make_compute(key, in_place=False)
-        text = source(compute, n_inputs, n_scalars, arguments, [*range(2, n_inputs), place])
+        text = source(compute, n_inputs, n_scalars, arguments, [*moments, place])
         self._run = _cpp_library.load(text).run
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
         self._run.restype = None
@@ -44,8 +47,8 @@ class NativeKernel:
         """Work on leaves in place.
 
         Args:
-            leaves: Their first tensor (the gradient) is read, the others are written.
-            shaped: For each of a leaf's tensors, whether it has the leaf's shape; else it is [n_blocks, any].
+            leaves: Their first tensor (the gradient) is read, the others may be written.
+            shaped: For each of a leaf's tensors, whether it has the leaf's shape; else it is [n_blocks, any] or [].
             scalars: float32, contiguous.
         """
         table = array("q")

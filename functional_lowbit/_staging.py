@@ -31,6 +31,18 @@ class Leaf(NamedTuple):
         return self.tensors[0].numel()
 
 
+def each_block(leaf: Leaf, shaped: Sequence[bool]) -> Leaf:
+    """A leaf whose numbers for the whole leaf are repeated for each of its blocks."""
+    if all(like or x.ndim for x, like in zip(leaf.tensors, shaped, strict=True)):
+        return leaf
+    assert leaf.grid is not None
+    rows = (leaf.grid.n_blocks, 1)
+    tensors = (
+        x if like or x.ndim else x.expand(rows).contiguous() for x, like in zip(leaf.tensors, shaped, strict=True)
+    )
+    return Leaf(leaf.grid, tuple(tensors))
+
+
 def run(leaves: Iterable[Leaf], shaped: Sequence[bool], call: Callable[[list[Tensor]], None]) -> None:
     """Call the kernel for leaves that share it.
 

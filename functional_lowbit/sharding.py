@@ -75,17 +75,35 @@ class ShardSpec:
         Raises:
             ValueError: without a coordinate on a rank that is not in the mesh.
         """
+        return self._part("local_shape", coordinate)[0]
+
+    def local_offset(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
+        """The index in the whole tensor of one rank's first element, by the rule of `torch.chunk`.
+
+        An empty shard begins where the elements before it end.
+
+        Args:
+            coordinate: The rank's index along each mesh dimension; this rank's by default.
+
+        Raises:
+            ValueError: without a coordinate on a rank that is not in the mesh.
+        """
+        return self._part("local_offset", coordinate)[1]
+
+    def _part(self, speaker: str, coordinate: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(shape, offset) of one rank's shard."""
         if coordinate is None:
             coordinate = self.mesh.get_coordinate()
             if coordinate is None:
-                raise ValueError("ShardSpec.local_shape: this rank is not in the mesh; pass a coordinate")
-        shape = list(self.shape)
+                raise ValueError(f"ShardSpec.{speaker}: this rank is not in the mesh; pass a coordinate")
+        shape, offset = list(self.shape), [0] * len(self.shape)
         for mesh_dim, (placement, index) in enumerate(zip(self.placements, coordinate, strict=True)):
             if isinstance(placement, Shard):
                 length = shape[placement.dim]
-                chunk = -(-length // self.mesh.size(mesh_dim))
-                shape[placement.dim] = max(0, min(chunk, length - chunk * index))
-        return tuple(shape)
+                first = min(-(-length // self.mesh.size(mesh_dim)) * index, length)
+                offset[placement.dim] += first
+                shape[placement.dim] = min(-(-length // self.mesh.size(mesh_dim)), length - first)
+        return tuple(shape), tuple(offset)
 
     def wrap(self, local: Tensor) -> DTensor:
         """The DTensor whose shard on this rank is `local`, of any dtype. Nothing is copied or communicated.

@@ -64,12 +64,12 @@ ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: fl.compile(fl.adam(0.1), rounding="up"),
         ValueError,
-        "compile: rounding must be 'nearest', got 'up'",
+        "compile: rounding must be 'nearest' or 'stochastic', got 'up'",
     ),
     (
         lambda: fl.apply_updates(torch.ones(1), torch.ones(1), rounding="up"),
         ValueError,
-        "apply_updates: rounding must be 'nearest', got 'up'",
+        "apply_updates: rounding must be 'nearest' or 'stochastic', got 'up'",
     ),
     (
         lambda: fl.low_bit(fl.adam(0.1), "int3"),

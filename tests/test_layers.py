@@ -12,12 +12,12 @@ import functional_lowbit as fl
 
 PACKAGE = Path(fl.__file__).parent
 FLOORS = {
-    0: {"_base", "_numerics", "_cpp_ops", "_cpp_library"},
+    0: {"_base", "_numerics", "rounding", "_cpp_ops", "_cpp_library"},
     1: {"_tree", "_grid", "formats._format", "_cpp_source", "_cpp_norm"},
     2: {"_check", "sharding", "formats.companded", "formats.dynamic", "formats.floats"},
-    3: {"formats", "_norm", "_parts", "schedules"},
+    3: {"formats", "_index", "_norm", "_parts", "schedules"},
     4: {"_quantized", "_leafwise", "tree"},
-    5: {"_low_bit", "_apply", "_program", "_kernel", "_staging", "_checkpoint", "_describe"},
+    5: {"_low_bit", "_apply", "_noise", "_program", "_kernel", "_staging", "_checkpoint", "_describe"},
     6: {"_native", "transforms._chain", "transforms._clip", "transforms._masked", "transforms._scale"},
     7: {"_backends", "transforms._decay", "transforms._finite", "transforms._sgd"},
     8: {"_compile", "transforms._adam", "transforms._lion"},
@@ -130,7 +130,7 @@ def test_a_dtensor_is_rebuilt_from_its_global_shape_and_stride(name):
 
 def _public() -> dict[str, object]:
     found: dict[str, object] = {}
-    for space in (fl, fl.formats, fl.schedules, fl.sharding, fl.tree):
+    for space in (fl, fl.formats, fl.rounding, fl.schedules, fl.sharding, fl.tree):
         for name, value in vars(space).items():
             ours = str(getattr(value, "__module__", "")).startswith("functional_lowbit")
             if not name.startswith("_") and ours and (inspect.isclass(value) or inspect.isfunction(value)):
@@ -148,6 +148,8 @@ WITHOUT_EXAMPLE = (
     "formats.Format",
     "formats.get",
     "part_of",
+    "rounding.Words",
+    "rounding.check_key",
     "sharding.contiguous_stride",
     "sharding.local_of",
     "sharding.wrap",
@@ -168,6 +170,6 @@ def test_the_names_of_the_contract_are_there():
         "GradientTransformation apply_updates leafwise chain identity stateless masked apply_if_finite scale "
         "scale_by_schedule scale_by_learning_rate add_decayed_weights clip clip_by_global_norm trace scale_by_adam "
         "adam adamw adam8bit adamw8bit sgd sgd8bit lion lion8bit scale_by_lion low_bit quantize QuantizedTensor "
-        "describe compile global_norm state_dict load_state_dict formats schedules sharding tree"
+        "describe compile global_norm state_dict load_state_dict formats rounding schedules sharding tree"
     )
     assert [name for name in names.split() if not hasattr(fl, name)] == []
