@@ -14,7 +14,15 @@ PACKAGE = Path(fl.__file__).parent
 FLOORS = {
     0: {"_base", "_numerics"},
     1: {"_tree", "_grid", "formats._format"},
-    2: {"_check", "sharding", "formats.companded", "formats.dynamic", "formats.floats"},
+    2: {
+        "_check",
+        "sharding",
+        "formats.companded",
+        "formats.dynamic",
+        "formats.floats",
+        "formats.fp8",
+        "formats.root4",
+    },
     3: {"formats", "_norm", "_parts", "schedules"},
     4: {"_quantized", "_leafwise", "tree"},
     5: {"_low_bit", "_apply", "_program", "_kernel", "_staging", "_checkpoint", "_describe"},

@@ -76,6 +76,16 @@ def block_absmax(x: Tensor) -> Tensor:
     return finite.amax(dim=-1, keepdim=True).clamp_min(SMALLEST_ABSMAX)
 
 
+def unit_of(largest: Tensor, levels: float) -> Tensor:
+    """What makes `levels` units the largest number of a block, to 20 significant bits: float32[n, 1], like `largest`.
+
+    Products of a unit with a number of 4 bits (up to 15, or a float of 8 bits) are exact. So the largest number that is
+    read gives the same unit when it is written again, on a device with any kind of division.
+    """
+    bits = (largest * (1.0 / levels)).view(torch.int32)
+    return ((bits + 7) & -16).view(torch.float32)  # 7 and not 8: float32's largest number goes down, not to Inf
+
+
 def pack(codes: Tensor) -> Tensor:
     """Two 4-bit codes in one byte: uint8[n, b] -> uint8[n, h], h = ceil(b / 2).
 
