@@ -130,7 +130,7 @@ def example(key: KernelKey) -> tuple[list[Tensor], list[tuple[Tensor, int]]]:
             elif codec.zero_scale is None:
                 add(shape, codec.dtype, codec.zero_code)
             else:
-                add((n, codec.width(block)), codec.dtype, codec.zero_code)
+                add((n, codec.width(block)), codec.dtype, codec.stored_zero)
                 add((n, 1), torch.float32, codec.zero_scale)
     if not key.apply:
         add(shape, torch.float32)

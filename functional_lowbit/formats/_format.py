@@ -43,6 +43,11 @@ class Codec(NamedTuple):
         return -(-block // self.packing)
 
     @property
+    def stored_zero(self) -> int:
+        """What rests of zeros: the code of 0, in both halves of a byte where two share it."""
+        return self.zero_code if self.packing == 1 else self.zero_code | (self.zero_code << 4)
+
+    @property
     def parts(self) -> int:
         """How many tensors a moment rests in: codes, and perhaps scales."""
         return 1 if self.zero_scale is None else 2
