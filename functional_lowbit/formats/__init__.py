@@ -7,9 +7,7 @@ from functional_lowbit.formats.floats import bfloat16 as bfloat16, float32 as fl
 from functional_lowbit.formats.fp8 import e4m3 as e4m3, e5m2 as e5m2
 from functional_lowbit.formats.root4 import root4 as root4
 
-_TABLE: dict[str, Format] = {
-    f.name: f for f in (companded8, dynamic8, e4m3, e5m2, root4, dynamic4, bfloat16, float32)
-}
+_TABLE: dict[str, Format] = {f.name: f for f in (companded8, dynamic8, e4m3, e5m2, root4, dynamic4, bfloat16, float32)}
 
 
 def names() -> tuple[str, ...]:
