@@ -3,6 +3,8 @@
 What a format promises is a row of the table in format_table.py.
 """
 
+import copy
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -402,6 +404,13 @@ def test_properties_of_any_shape_and_range(
         clean = c.read(alone, scales_alone, length)
         assert_same(c.write(clean)[0], alone)
         assert_same(c.write(clean)[1], scales_alone)
+
+
+@pytest.mark.parametrize("name", formats.names())
+def test_a_format_is_the_same_after_a_copy(name: str):
+    """A state that is pickled or copied is still one of this format."""
+    format = formats.get(name)
+    assert pickle.loads(pickle.dumps(format)) == copy.deepcopy(format) == format
 
 
 def test_get():

@@ -45,13 +45,16 @@ DECADES = tuple(10.0**i for i in range(-6, 1))
 SIGNED = tuple(2.0**i for i in range(7))  # n, for each decade
 NONNEGATIVE = tuple(2.0**i for i in range(1, 8))
 SIGNED_OF_4_BITS = SIGNED[:3]  # of the last three decades
+EXPONENT = 0xFF << 23  # the exponent's bits of a float32
 
 
-def _select(x: Tensor, edges: Sequence[float], values: Sequence[float]) -> Tensor:
-    """values[i] where edges[i - 1] <= x < edges[i], and the last one for NaN: float32, like x."""
-    chosen = torch.full_like(x, values[-1])  # a tensor, since `where` of two Python floats has the default dtype
-    for edge, value in zip(reversed(edges), reversed(values[:-1]), strict=True):
-        chosen = torch.where(x < edge, value, chosen)
+def _select(x: Tensor, edges: Sequence[float], *tables: Sequence[float]) -> list[Tensor]:
+    """Of each table values[i] where edges[i - 1] <= x < edges[i], and the last one for NaN: float32, like x."""
+    # Tensors to begin with, since `where` of two Python floats has the default dtype.
+    chosen = [torch.full_like(x, values[-1]) for values in tables]
+    for i in reversed(range(len(edges))):
+        below = x < edges[i]
+        chosen = [torch.where(below, values[i], old) for values, old in zip(tables, chosen, strict=True)]
     return chosen
 
 
@@ -63,22 +66,21 @@ def _position(y: Tensor, counts: Sequence[float]) -> Tensor:
     slopes = [n / 0.9 / decade for decade, n in zip(decades, counts, strict=True)]
     if counts[0] == 1:
         slopes[0] = (1 / 9) / (0.5 * 0.55 * decades[0])
-    n = _select(magnitude, edges, counts)
-    cell = torch.floor(_select(magnitude, edges, slopes) * magnitude - n * (1 / 9))
-    cell = torch.where(cell < n - 1, cell, n - 1)  # what lies between the decade's last value and the next one's edge
+    n, slope = _select(magnitude, edges, counts, slopes)
+    cell = torch.floor(slope * magnitude - n * (1 / 9))
+    cell = torch.minimum(cell, n - 1)  # what lies between the decade's last value and the next one's edge
     return torch.where(y < 1 - 0.225 / counts[-1], n + cell, 2 * counts[-1])  # also NaN
 
 
 def _value(position: Tensor, counts: Sequence[float]) -> Tensor:
     """The way back: float32, like position, in [0, 1]; at most 2 ulp from torchao's table."""
-    # 18 position - (16 n - 9) is a whole number, so only the slope and the product are rounded.
     decades = DECADES[-len(counts) :]
-    offsets = [16 * n - 9 for n in counts]
     slopes = [decade / 20 / n for decade, n in zip(decades, counts, strict=True)]
-    if counts[0] == 1:
-        offsets[0], slopes[0] = 0.0, 0.55 * decades[0] / 18  # one value needs no line of its own: this one passes 0
-    value = _select(position, counts[1:], slopes) * (18 * position - _select(position, counts[1:], offsets))
-    return torch.where(position < 2 * counts[-1], value, 1.0)
+    (slope,) = _select(position, counts[1:], slopes)
+    n = (position.view(torch.int32) & EXPONENT).view(torch.float32)  # the power of two at or below position
+    # 18 position - 16 n + 9 is a whole number, so only the slope and the product are rounded. At 0 it must be 0.
+    line = torch.minimum(18 * position, 18 * position - 16 * n + 9)
+    return torch.where(position < 2 * counts[-1], slope * line, 1.0)
 
 
 def _scale(x: Tensor) -> Tensor:
@@ -96,8 +98,7 @@ def _encode_signed(x: Tensor, counts: Sequence[float]) -> tuple[Tensor, Tensor]:
 def _decode_signed(codes: Tensor, scales: Tensor | None, counts: Sequence[float]) -> Tensor:
     assert scales is not None
     position = codes.float() - (2 * counts[-1] - 1)
-    x = _value(position.abs(), counts) * scales
-    return torch.where(position < 0, -x, x)
+    return _value(position.abs(), counts) * torch.where(position < 0, -scales, scales)
 
 
 def encode_signed(x: Tensor) -> tuple[Tensor, Tensor]:
