@@ -45,7 +45,6 @@ DECADES = tuple(10.0**i for i in range(-6, 1))
 SIGNED = tuple(2.0**i for i in range(7))  # n, for each decade
 NONNEGATIVE = tuple(2.0**i for i in range(1, 8))
 SIGNED_OF_4_BITS = SIGNED[:3]  # of the last three decades
-EXPONENT = 0xFF << 23  # the exponent's bits of a float32
 
 
 def _select(x: Tensor, edges: Sequence[float], *tables: Sequence[float]) -> list[Tensor]:
@@ -75,12 +74,13 @@ def _position(y: Tensor, counts: Sequence[float]) -> Tensor:
 def _value(position: Tensor, counts: Sequence[float]) -> Tensor:
     """The way back: float32, like position, in [0, 1]; at most 2 ulp from torchao's table."""
     decades = DECADES[-len(counts) :]
+    # 18 position - (16 n - 9) is a whole number, so only the slope and the product are rounded.
+    offsets = [16 * n - 9 for n in counts]
     slopes = [decade / 20 / n for decade, n in zip(decades, counts, strict=True)]
-    (slope,) = _select(position, counts[1:], slopes)
-    n = (position.view(torch.int32) & EXPONENT).view(torch.float32)  # the power of two at or below position
-    # 18 position - 16 n + 9 is a whole number, so only the slope and the product are rounded. At 0 it must be 0.
-    line = torch.minimum(18 * position, 18 * position - 16 * n + 9)
-    return torch.where(position < 2 * counts[-1], slope * line, 1.0)
+    if counts[0] == 1:
+        offsets[0], slopes[0] = 0.0, 0.55 * decades[0] / 18  # one value needs no line of its own: this one passes 0
+    offset, slope = _select(position, counts[1:], offsets, slopes)
+    return torch.where(position < 2 * counts[-1], slope * (18 * position - offset), 1.0)
 
 
 def _scale(x: Tensor) -> Tensor:
