@@ -6,6 +6,7 @@ What a format promises is a row of the table in format_table.py.
 import copy
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,8 +43,10 @@ def default_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     torch.set_default_dtype(before)
 
 
-def test_every_format_is_in_the_table():
+def test_every_format_is_in_the_tables():
     assert set(TABLE) == set(formats.names())
+    documented = (Path(__file__).resolve().parents[1] / "docs" / "formats.md").read_text()
+    assert all(f"\n| `{name}`" in documented for name in formats.names())
 
 
 @each_codec
@@ -178,6 +181,23 @@ def test_nan_and_inf_spoil_only_their_own_element(name: str, signed: bool):
         torch.testing.assert_close(decoded[1, 17], torch.tensor(expected), rtol=1e-5, atol=0, equal_nan=True)
         wanted[1, 17] = decoded[1, 17]
         assert_same(decoded, wanted)
+
+
+@each_scaled_codec
+def test_a_device_that_flushes_subnormals_gives_the_same(name: str, signed: bool):
+    c, x = codec(name, signed), blocks(signed, 129)
+    x = torch.where(x.abs() >= SMALLEST_NORMAL, x, 0.0)
+    codes, scales = c.encode(x)
+    decoded = c.decode(codes, scales)
+    assert torch.set_flush_denormal(True), "this processor cannot flush subnormals"
+    try:
+        flushed_codes, flushed_scales = c.encode(x)
+        flushed = c.decode(codes, scales)
+    finally:
+        torch.set_flush_denormal(False)
+    assert_same(flushed_codes, codes)
+    assert_same(flushed_scales, scales)
+    assert_same(flushed, decoded)
 
 
 @each_codec
