@@ -26,9 +26,13 @@ from functional_lowbit._quantized import QuantizedTensor as QuantizedTensor, qua
 from functional_lowbit.transforms._adam import (
     ScaleByAdamState as ScaleByAdamState,
     adam as adam,
+    adam4bit as adam4bit,
     adam8bit as adam8bit,
+    adamfp8 as adamfp8,
     adamw as adamw,
+    adamw4bit as adamw4bit,
     adamw8bit as adamw8bit,
+    adamwfp8 as adamwfp8,
     scale_by_adam as scale_by_adam,
 )
 from functional_lowbit.transforms._chain import chain as chain, identity as identity, stateless as stateless

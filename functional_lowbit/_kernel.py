@@ -164,7 +164,7 @@ def example(key: KernelKey) -> tuple[list[Tensor], list[tuple[Tensor, int]]]:
             elif codec.zero_scale is None:
                 add(shape, codec.dtype, codec.zero_code)
             else:
-                add((n, codec.width(block)), codec.dtype, codec.zero_code)
+                add((n, codec.width(block)), codec.dtype, codec.stored_zero)
                 add((n, 1), torch.float32, codec.zero_scale)
     for _ in range(3 if key.stochastic else 0):
         add((n, 1), torch.int32)

@@ -83,7 +83,8 @@ class Layout(NamedTuple):
         if codec.zero_scale is None:
             return torch.full(self.local_shape(), codec.zero_code, dtype=codec.dtype, device=device), None
         grid = self.local_grid()
-        codes = torch.full((grid.n_blocks, codec.width(grid.block)), codec.zero_code, dtype=codec.dtype, device=device)
+        width = codec.width(grid.block)
+        codes = torch.full((grid.n_blocks, width), codec.stored_zero, dtype=codec.dtype, device=device)
         return codes, torch.full((grid.n_blocks, 1), codec.zero_scale, dtype=torch.float32, device=device)
 
 

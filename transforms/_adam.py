@@ -9,6 +9,7 @@ from functional_lowbit._base import GradientTransformation, Hyper, NonNegative, 
 from functional_lowbit._leafwise import leafwise
 from functional_lowbit._low_bit import FormatChoice, Where, low_bit
 from functional_lowbit._numerics import sqrt
+from functional_lowbit._recipe import with_format
 from functional_lowbit.transforms._chain import chain
 from functional_lowbit.transforms._decay import add_decayed_weights
 from functional_lowbit.transforms._masked import Mask
@@ -222,3 +223,54 @@ def adamw8bit(
     """
     tx = adamw(learning_rate, b1, b2, eps, eps_root, weight_decay, mask, nesterov=nesterov)
     return low_bit(tx, format, block_size=block_size, where=where)
+
+
+adam4bit = with_format(
+    adam8bit,
+    "adam4bit",
+    "root4",
+    """Adam with moments in 4 bits: `adam8bit(..., format="root4")`, in blocks of 128 elements.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> fl.adam4bit(0.1).init({"w": torch.zeros(64, 64)})[0].mu["w"]
+        QuantizedTensor(root4, shape=(64, 64), block_size=128)
+    """,
+)
+adamw4bit = with_format(
+    adamw8bit,
+    "adamw4bit",
+    "root4",
+    """AdamW with moments in 4 bits: `adamw8bit(..., format="root4")`, in blocks of 128 elements.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> state = fl.adamw4bit(0.1).init({"w": torch.zeros(256, 256)})
+        >>> fl.describe(state).total_bytes / 256**2  # bytes per parameter
+        1.0626220703125
+    """,
+)
+adamfp8 = with_format(
+    adam8bit,
+    "adamfp8",
+    "e4m3",
+    """Adam with moments in FP8: `adam8bit(..., format="e4m3")`.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> fl.adamfp8(0.1).init({"w": torch.zeros(64, 64)})[0].mu["w"]
+        QuantizedTensor(e4m3, shape=(64, 64), block_size=256)
+    """,
+)
+adamwfp8 = with_format(
+    adamw8bit,
+    "adamwfp8",
+    "e4m3",
+    """AdamW with moments in FP8: `adamw8bit(..., format="e4m3")`.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> fl.adamwfp8(0.1, format="e5m2").init({"w": torch.zeros(64, 64)})[0].nu["w"]
+        QuantizedTensor(e5m2, shape=(64, 64), block_size=256)
+    """,
+)

@@ -43,6 +43,11 @@ class Codec(NamedTuple):
         return -(-block // self.packing)
 
     @property
+    def stored_zero(self) -> int:
+        """What rests of zeros: the code of 0, in both halves of a byte where two share it."""
+        return self.zero_code if self.packing == 1 else self.zero_code | (self.zero_code << 4)
+
+    @property
     def parts(self) -> int:
         """How many tensors a moment rests in: codes, and perhaps scales."""
         return 1 if self.zero_scale is None else 2
@@ -77,6 +82,16 @@ def block_absmax(x: Tensor) -> Tensor:
 def block_max(x: Tensor) -> Tensor:
     """The largest finite number of each block, and at least 0: float32[n, b] -> float32[n, 1]."""
     return torch.where(x < float("inf"), x, 0.0).amax(dim=-1, keepdim=True)
+
+
+def unit_of(largest: Tensor, levels: float) -> Tensor:
+    """What makes `levels` units the largest number of a block, to 20 significant bits: float32[n, 1], like `largest`.
+
+    Products of a unit with a number of 4 bits (up to 15, or a float of 8 bits) are exact. So the largest number that is
+    read gives the same unit when it is written again, on a device with any kind of division.
+    """
+    bits = (largest * (1.0 / levels)).view(torch.int32)
+    return ((bits + 7) & -16).view(torch.float32)  # 7 and not 8: float32's largest number goes down, not to Inf
 
 
 def pack(codes: Tensor) -> Tensor:

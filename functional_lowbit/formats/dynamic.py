@@ -1,4 +1,4 @@
-"""dynamic8: the 8-bit dynamic map of bitsandbytes and torchao, code for code, without its table.
+"""dynamic8 and dynamic4: the maps of bitsandbytes, torchao and lpmm, code for code, without their tables.
 
 With y = x / absmax, the map has seven decades, from 1e-6 up to 1. The decade D holds n values, at the middles of n
 equal cells between 0.1 D and D; n doubles from one decade to the next. Beside them there are 0 and 1, but no -1: the
@@ -18,8 +18,14 @@ What differs from torchao:
       Inf as the largest number of its sign. By then the parameter itself is no longer finite.
     - Blocks below `SMALLEST_SCALE` are scaled as if they reached it; there, the floor is 1e-12.
 
+The signed map of 4 bits is the same with three decades, and 0 at code 7; its most negative value is -0.8875. The
+non-negative one is linear: in torchao and lpmm its 16 values are 1/16, 2/16, … 1, and 0 is read as 1/16. Here 0 has
+code 0, and 15/16 has none: code c is c / 16 up to 14, torchao's code c - 1, and code 15 is 1. (To give up 1/16 instead
+would double the error of an Adam step's small second moments; 15/16 is hardly used.)
+
 References:
-    Dettmers, 2015, https://arxiv.org/abs/1511.04561; Dettmers et al., 2021, https://arxiv.org/abs/2110.02861.
+    Dettmers, 2015, https://arxiv.org/abs/1511.04561; Dettmers et al., 2021, https://arxiv.org/abs/2110.02861; 4 bits:
+    Li et al., 2023, https://arxiv.org/abs/2309.01507.
 """
 
 from collections.abc import Sequence
@@ -32,46 +38,49 @@ from functional_lowbit.formats._format import Codec, Format, block_absmax
 SMALLEST_SCALE = 2.0**-104
 """As `SMALLEST_ABSMAX`, for a map that reaches further down: 2**-104 * 3.25e-7 > 2**-126, the smallest normal one."""
 
-SIGNED_ZERO = 127  # the signed code of 0
-FIRST_SIGNED = 5.5e-7  # the one value of the signed map's first decade
-
 # Values are counted from the bottom by their position: the number above 0, plus 1 in the non-negative map. It runs from
-# n to 2n - 1 inside a decade of n values, so that the same lines serve both maps, and 1.0 is at twice the last n.
+# n to 2n - 1 inside a decade of n values, so that the same lines serve all maps, and 1.0 is at twice the last n. A
+# signed map's first decade has one value, and its cell starts halfway to 0.
 DECADES = tuple(10.0**i for i in range(-6, 1))
 SIGNED = tuple(2.0**i for i in range(7))  # n, for each decade
 NONNEGATIVE = tuple(2.0**i for i in range(1, 8))
+SIGNED_OF_4_BITS = SIGNED[:3]  # of the last three decades
 
 
-def _select(x: Tensor, edges: Sequence[float], values: Sequence[float]) -> Tensor:
-    """values[i] where edges[i - 1] <= x < edges[i], and the last one for NaN: float32, like x."""
-    chosen = torch.full_like(x, values[-1])  # a tensor, since `where` of two Python floats has the default dtype
-    for edge, value in zip(reversed(edges), reversed(values[:-1]), strict=True):
-        chosen = torch.where(x < edge, value, chosen)
+def _select(x: Tensor, edges: Sequence[float], *tables: Sequence[float]) -> list[Tensor]:
+    """Of each table values[i] where edges[i - 1] <= x < edges[i], and the last one for NaN: float32, like x."""
+    # Tensors to begin with, since `where` of two Python floats has the default dtype.
+    chosen = [torch.full_like(x, values[-1]) for values in tables]
+    for i in reversed(range(len(edges))):
+        below = x < edges[i]
+        chosen = [torch.where(below, values[i], old) for values, old in zip(tables, chosen, strict=True)]
     return chosen
 
 
 def _position(y: Tensor, counts: Sequence[float]) -> Tensor:
     """The position of the value nearest to |y|; above the last decade only for y > 0: float32, like y."""
     magnitude = y.abs()
-    edges = [decade * (0.1 + 0.18 / n) for decade, n in zip(DECADES[1:], counts[1:], strict=True)]
-    slopes = [n / 0.9 / decade for decade, n in zip(DECADES, counts, strict=True)]
-    if counts == SIGNED:
-        slopes[0] = (1 / 9) / (0.5 * FIRST_SIGNED)  # its cell starts halfway to 0, and not at 1e-7
-    n = _select(magnitude, edges, counts)
-    cell = torch.floor(_select(magnitude, edges, slopes) * magnitude - n * (1 / 9))
-    cell = torch.where(cell < n - 1, cell, n - 1)  # what lies between the decade's last value and the next one's edge
+    decades = DECADES[-len(counts) :]
+    edges = [decade * (0.1 + 0.18 / n) for decade, n in zip(decades[1:], counts[1:], strict=True)]
+    slopes = [n / 0.9 / decade for decade, n in zip(decades, counts, strict=True)]
+    if counts[0] == 1:
+        slopes[0] = (1 / 9) / (0.5 * 0.55 * decades[0])
+    n, slope = _select(magnitude, edges, counts, slopes)
+    cell = torch.floor(slope * magnitude - n * (1 / 9))
+    cell = torch.minimum(cell, n - 1)  # what lies between the decade's last value and the next one's edge
     return torch.where(y < 1 - 0.225 / counts[-1], n + cell, 2 * counts[-1])  # also NaN
 
 
 def _value(position: Tensor, counts: Sequence[float]) -> Tensor:
     """The way back: float32, like position, in [0, 1]; at most 2 ulp from torchao's table."""
+    decades = DECADES[-len(counts) :]
     # 18 position - (16 n - 9) is a whole number, so only the slope and the product are rounded.
     offsets = [16 * n - 9 for n in counts]
-    slopes = [decade / 20 / n for decade, n in zip(DECADES, counts, strict=True)]
-    if counts == SIGNED:
-        offsets[0], slopes[0] = 0.0, FIRST_SIGNED / 18  # one value needs no line of its own: this one also passes 0
-    value = _select(position, counts[1:], slopes) * (18 * position - _select(position, counts[1:], offsets))
-    return torch.where(position < 2 * counts[-1], value, 1.0)
+    slopes = [decade / 20 / n for decade, n in zip(decades, counts, strict=True)]
+    if counts[0] == 1:
+        offsets[0], slopes[0] = 0.0, 0.55 * decades[0] / 18  # one value needs no line of its own: this one passes 0
+    offset, slope = _select(position, counts[1:], offsets, slopes)
+    return torch.where(position < 2 * counts[-1], slope * (18 * position - offset), 1.0)
 
 
 def _scale(x: Tensor) -> Tensor:
@@ -79,20 +88,27 @@ def _scale(x: Tensor) -> Tensor:
     return block_absmax(x).clamp_min(SMALLEST_SCALE)
 
 
-def encode_signed(x: Tensor) -> tuple[Tensor, Tensor]:
-    """float32[n, b] -> uint8[n, b], float32[n, 1] absmax."""
+def _encode_signed(x: Tensor, counts: Sequence[float]) -> tuple[Tensor, Tensor]:
     scales = _scale(x)
     y = x / scales  # not x * (1 / scales), which would move numbers across a tie
-    position = _position(y, SIGNED)
-    return torch.where(y < 0, SIGNED_ZERO - position, SIGNED_ZERO + position).to(torch.uint8), scales
+    position, zero = _position(y, counts), 2 * counts[-1] - 1
+    return torch.where(y < 0, zero - position, zero + position).to(torch.uint8), scales
+
+
+def _decode_signed(codes: Tensor, scales: Tensor | None, counts: Sequence[float]) -> Tensor:
+    assert scales is not None
+    position = codes.float() - (2 * counts[-1] - 1)
+    return _value(position.abs(), counts) * torch.where(position < 0, -scales, scales)
+
+
+def encode_signed(x: Tensor) -> tuple[Tensor, Tensor]:
+    """float32[n, b] -> uint8[n, b], float32[n, 1] absmax."""
+    return _encode_signed(x, SIGNED)
 
 
 def decode_signed(codes: Tensor, scales: Tensor | None) -> Tensor:
     """The inverse."""
-    assert scales is not None
-    position = codes.float() - SIGNED_ZERO
-    x = _value(position.abs(), SIGNED) * scales
-    return torch.where(position < 0, -x, x)
+    return _decode_signed(codes, scales, SIGNED)
 
 
 def encode_nonnegative(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,9 +128,46 @@ def decode_nonnegative(codes: Tensor, scales: Tensor | None) -> Tensor:
     return torch.where(codes == 0, 0.0, _value(codes + 1, NONNEGATIVE) * scales)
 
 
+def encode_signed_4_bits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """float32[n, b] -> uint8[n, b] (0 … 15), float32[n, 1] absmax."""
+    return _encode_signed(x, SIGNED_OF_4_BITS)
+
+
+def decode_signed_4_bits(codes: Tensor, scales: Tensor | None) -> Tensor:
+    """The inverse."""
+    return _decode_signed(codes, scales, SIGNED_OF_4_BITS)
+
+
+def encode_nonnegative_4_bits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """float32[n, b], >= 0 -> uint8[n, b] (0 … 15), float32[n, 1] absmax."""
+    scales = _scale(x)
+    y = x / scales
+    codes = torch.floor(16 * y + 0.5).clamp(1.0, 14.0)  # again, a live second moment must not read as 0
+    codes = torch.where(y < 15 / 16, codes, 15.0)  # also NaN
+    return torch.where(x <= 0, 0.0, codes).to(torch.uint8), scales
+
+
+def decode_nonnegative_4_bits(codes: Tensor, scales: Tensor | None) -> Tensor:
+    """The inverse."""
+    assert scales is not None
+    codes = codes.float()
+    return torch.where(codes < 15, codes * (1 / 16), 1.0) * scales
+
+
 dynamic8 = Format(
     name="dynamic8",
     bits=8,
-    signed=Codec(encode_signed, decode_signed, torch.uint8, SIGNED_ZERO, SMALLEST_SCALE, idempotent=False),
+    signed=Codec(encode_signed, decode_signed, torch.uint8, 127, SMALLEST_SCALE, idempotent=False),
     nonnegative=Codec(encode_nonnegative, decode_nonnegative, torch.uint8, zero_scale=SMALLEST_SCALE),
+)
+dynamic4 = Format(
+    name="dynamic4",
+    bits=4,
+    signed=Codec(
+        encode_signed_4_bits, decode_signed_4_bits, torch.uint8, 7, SMALLEST_SCALE, packing=2, idempotent=False
+    ),
+    nonnegative=Codec(
+        encode_nonnegative_4_bits, decode_nonnegative_4_bits, torch.uint8, zero_scale=SMALLEST_SCALE, packing=2
+    ),
+    block_size=128,
 )

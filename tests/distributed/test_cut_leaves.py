@@ -99,6 +99,27 @@ def test_a_cut_leaf_trains(world: World, alone: Callable[..., Any], dims: int) -
             assert result["graphs"] == {"inductor": 1, "eager": 0, "pure": None}[way]
 
 
+def in_four_bits() -> Any:
+    """Whether each shard, empty ones too, is stored as it would be alone, and reads as zeros before the first step."""
+    seen = []
+    for i, (shape, (placement, _)) in enumerate(LEAVES.items()):
+        x = w.shard(w.random(shape, i), w.mesh(), placement)
+        q, local = fl.quantize(x, "root4"), x.to_local()
+        codec, grid = q.format.signed, q.layout.local_grid()
+        alone = (
+            grid.from_blocks(codec.decode(*codec.encode(grid.to_blocks(local))), local.shape) if len(local) else local
+        )
+        fresh = fl.low_bit(fl.trace(DECAY), "root4").init({"x": x}).trace["x"]
+        seen.append((torch.equal(q.dequantize().to_local(), alone), int(w.whole(fresh.dequantize()).count_nonzero())))
+    return seen
+
+
+@pytest.mark.parametrize("world", [2, 4], indirect=True, ids="W={}".format)
+def test_shards_of_cut_rows_in_four_bits(world: World) -> None:
+    for seen in world.run(in_four_bits):
+        assert seen == [(True, 0)] * len(LEAVES)
+
+
 def edges_on_blocks() -> Any:
     """A cut on block edges changes nothing: (64, 512) cut into two columns of 256, 1-D into multiples of the block."""
     seen = []

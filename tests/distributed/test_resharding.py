@@ -33,7 +33,7 @@ def rule(name: str) -> Any:
     return fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2, format=name))
 
 
-RULES = ("guarded", "dynamic8", "bfloat16")
+RULES = ("guarded", "dynamic8", "bfloat16", "root4")
 
 
 def cutter() -> Callable[[Tensor], Tensor]:
