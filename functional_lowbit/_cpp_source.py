@@ -248,27 +248,33 @@ class _Block:
     def _uses(self) -> dict[fx.Node, set[int]]:
         """For each value, the loops in which it is used."""
         uses: dict[fx.Node, set[int]] = {n: set() for n in self.code}
-        for node in self.code:
-            for i in node.all_input_nodes:
-                if i in uses and self.domain[node] != "scalar":
-                    uses[i].add(self._loop_of_use(node))
         for value, _ in self.stores:
             uses[value].add(self.loop[value])
+        for node in reversed(self.code):
+            if self.domain[node] != "scalar":
+                loops = {self._loop_of_use(node)} | (uses[node] if self._is_cheap(node) else set())
+                for i in node.all_input_nodes:
+                    if i in uses:
+                        uses[i] |= loops
         return uses
+
+    def _is_cheap(self, node: fx.Node) -> bool:
+        """Whether an element is computed again where a later loop needs it: a load of a bool is not vectorized."""
+        is_bool = node.op == "call_function" and node.meta["val"].dtype == torch.bool
+        return self.domain[node] == "element" and (is_bool or operation_of(node) == "abs")
 
     def _is_kept(self, node: fx.Node) -> bool:
         """Whether an element is kept in an array for later loops.
 
-        An input is read again instead, if it is not written before; a magnitude is computed again, which is cheaper
-        than a store.
+        An input is read again instead, if it is not written before; a magnitude or a comparison is computed again.
         """
         last = max(self.uses[node], default=0)
-        if last <= self.loop[node]:
+        if last <= self.loop[node] or self._is_cheap(node):
             return False
         if node in self.argument:
             written = [self.loop[value] for value, i in self.stores if i == self.argument[node]]
             return min(written, default=last) < last
-        return not (operation_of(node) == "abs" and node.args[0] not in self.argument)
+        return True
 
     # --- the text
 
@@ -299,8 +305,8 @@ class _Block:
             if self.arguments[i].kind == "block":
                 lines.append(f"    a{i}[0] = {cast(value, self.arguments[i].dtype)};")
         for i in codes:
-            lines.append("    for (int64_t j = 0; j < half; j++)")
-            lines.append(f"        a{i}[j] = c{i}[j] | (c{i}[half + j < width ? half + j : 0] << 4);")
+            lines.append(f"    for (int64_t j = 0; j < width - half; j++) a{i}[j] = c{i}[j] | (c{i}[half + j] << 4);")
+            lines.append(f"    if (width & 1) a{i}[half - 1] = c{i}[half - 1] | (c{i}[0] << 4);")
         driver = DRIVER.format(
             columns=4 + len(self.arguments),
             arrays=max(len(self.kept) + len(codes), 1),
