@@ -29,8 +29,8 @@ def test_case_6_zero_gradients_beside_live_ones(shape, steps, backend, format):
     assert (params[grads == 0] == 1.0).all()
     assert all(x.isfinite().all() for x in leaves(state) if x.is_floating_point())
     # Adam's step on a constant gradient is the learning rate, and each sum rounds the parameter by 2**-25. A constant
-    # moment is its block's largest, which scaled formats keep exactly. In bfloat16, b2 = 0.999 is below the resolution:
-    # the second moment stands still at 0.4 to 1 of what it should be, and the steps grow.
+    # moment is its block's largest, which scaled formats keep to 20 bits or exactly. In bfloat16, b2 = 0.999 is below
+    # the resolution: the second moment stands still at 0.4 to 1 of what it should be, and the steps grow.
     wanted, moved = 1 - 1e-3 * steps, params[grads == 1]
     if format == "bfloat16":
         assert ((moved <= wanted + 1e-5) & (moved >= wanted - 0.05)).all()
