@@ -12,14 +12,14 @@ import functional_lowbit as fl
 
 PACKAGE = Path(fl.__file__).parent
 FLOORS = {
-    0: {"_base", "_numerics", "rounding"},
+    0: {"_base", "_numerics", "_split", "rounding"},
     1: {"_tree", "_grid", "formats._format"},
     2: {"_check", "sharding", "formats.companded", "formats.dynamic", "formats.floats"},
     3: {"formats", "_index", "_norm", "_parts", "schedules"},
     4: {"_quantized", "_leafwise", "tree"},
     5: {"_low_bit", "_apply", "_program", "_kernel", "_staging", "_checkpoint", "_describe"},
     6: {"_compile", "transforms._chain", "transforms._clip", "transforms._masked", "transforms._scale"},
-    7: {"transforms._decay", "transforms._finite", "transforms._sgd"},
+    7: {"transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"},
     8: {"transforms._adam", "transforms._lion"},
     9: {"", "transforms"},  # what users import
 }
@@ -169,7 +169,8 @@ def test_the_names_of_the_contract_are_there():
     names = (
         "GradientTransformation apply_updates leafwise chain identity stateless masked apply_if_finite scale "
         "scale_by_schedule scale_by_learning_rate add_decayed_weights clip clip_by_global_norm trace scale_by_adam "
-        "adam adamw adam8bit adamw8bit sgd sgd8bit lion lion8bit scale_by_lion low_bit quantize QuantizedTensor "
+        "adam adamw adam8bit adamw8bit sgd sgd8bit lion lion8bit scale_by_lion low_bit master_weights "
+        "master_params quantize QuantizedTensor "
         "describe compile global_norm state_dict load_state_dict formats rounding schedules sharding tree"
     )
     assert [name for name in names.split() if not hasattr(fl, name)] == []
