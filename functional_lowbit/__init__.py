@@ -49,6 +49,11 @@ from functional_lowbit.transforms._lion import (
     scale_by_lion as scale_by_lion,
 )
 from functional_lowbit.transforms._masked import MaskedNode as MaskedNode, MaskedState as MaskedState, masked as masked
+from functional_lowbit.transforms._master import (
+    MasterWeightsState as MasterWeightsState,
+    master_params as master_params,
+    master_weights as master_weights,
+)
 from functional_lowbit.transforms._scale import (
     scale as scale,
     scale_by_learning_rate as scale_by_learning_rate,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from functional_lowbit import _tree
-from functional_lowbit._base import moments_of
+from functional_lowbit._base import Tree, moments_of
 from functional_lowbit._quantized import QuantizedTensor
 from functional_lowbit.sharding import local_of
 
@@ -22,19 +22,50 @@ class Row(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What `describe` found. `str()` is a table."""
+    """What `describe` found. `str()` is a table.
+
+    The last three fields are None if `describe` was not given the parameters.
+    """
 
     rows: tuple[Row, ...]
+    parameters: int | None = None  # elements on this rank
+    weight_bytes: int | None = None  # on this rank
+    gradient_bytes: int | None = None  # on this rank; gradients have their parameters' dtypes
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all leaves on this rank."""
         return sum(row.bytes for row in self.rows)
 
+    @property
+    def training_bytes(self) -> int:
+        """Bytes of weights, gradients and state on this rank.
+
+        Raises:
+            ValueError: if `describe` was not given the parameters.
+        """
+        if self.weight_bytes is None or self.gradient_bytes is None:
+            raise ValueError("describe: the training bytes need the parameters; call describe(state, params)")
+        return self.weight_bytes + self.gradient_bytes + self.total_bytes
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Training bytes for each parameter on this rank; 0.0 on a rank that holds none."""
+        return self.training_bytes / self.parameters if self.parameters else 0.0 * self.training_bytes
+
     def __str__(self) -> str:
         cells = [("path", "format", "shape", "bytes", "why")]
         cells += [(r.path, r.format, str(r.shape), f"{r.bytes:,}", r.why) for r in self.rows]
         cells.append(("total", "", "", f"{self.total_bytes:,}", ""))
+        if self.weight_bytes is not None and self.gradient_bytes is not None:
+            for what, size in (
+                ("weights", self.weight_bytes),
+                ("gradients", self.gradient_bytes),
+                ("state", self.total_bytes),
+                ("training", self.training_bytes),
+            ):
+                each = size / self.parameters if self.parameters else 0.0
+                cells.append((what, "", "", f"{size:,}", f"{each:.2f} for each parameter"))
         widths = [max(len(line[i]) for line in cells) for i in range(5)]
         lines = []
         for line in cells:
@@ -43,14 +74,17 @@ class Report(NamedTuple):
         return "\n".join(lines)
 
 
-def describe(state: Any) -> Report:
+def describe(state: Any, params: Tree = None) -> Report:
     """A report of a state: for each leaf its path, format, global shape, bytes on this rank, and the reason.
 
     Args:
         state: The state of any transformation.
+        params: The parameters that it is for, to count the bytes of training too.
 
     Returns:
-        A `Report` with `.rows` and `.total_bytes`; `print` shows it as a table.
+        A `Report` with `.rows` and `.total_bytes`; `print` shows it as a table. With params also `.weight_bytes`,
+        `.gradient_bytes` (as large), `.training_bytes` (the sum of weights, gradients and state) and
+        `.bytes_per_parameter`. Activations are not counted.
 
     Example:
         >>> import torch, functional_lowbit as fl
@@ -60,6 +94,9 @@ def describe(state: Any) -> Report:
         0.mu.b  float32     (64,)       256  fewer than 4,096 elements
         0.mu.w  companded8  (64, 64)  4,352  at least 4,096 elements
         total                         4,616
+        >>> params = {"w": torch.zeros(64, 64, dtype=torch.bfloat16)}
+        >>> round(fl.describe(fl.adamw8bit(1e-3).init(params), params).bytes_per_parameter, 2)  # 2 + 2 + 2.125
+        6.13
     """
     rows: list[Row] = []
     for path, leaf, threshold, is_moment in _leaves(state, "", None, False):
@@ -69,7 +106,11 @@ def describe(state: Any) -> Report:
             why = _why_plain(leaf, threshold) if is_moment else "shared by all leaves"
             dtype = str(leaf.dtype).removeprefix("torch.")
             rows.append(Row(path, dtype, tuple(leaf.shape), local_of(leaf).nbytes, why))
-    return Report(tuple(rows))
+    if params is None:
+        return Report(tuple(rows))
+    locals_ = [local_of(p) for p in _tree.leaves(params)]
+    weight_bytes = sum(p.nbytes for p in locals_)
+    return Report(tuple(rows), sum(p.numel() for p in locals_), weight_bytes, weight_bytes)
 
 
 def _why_stored(leaf: QuantizedTensor) -> str:

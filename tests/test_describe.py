@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import leaves
+from helpers import leaves, refuses
 
 import functional_lowbit as fl
 
@@ -90,3 +90,28 @@ def test_formats_by_field():
     ]
     only = fl.low_bit(fl.adam(0.1), {"nu": "bfloat16"}).init(_params())
     assert [row.format for row in fl.describe(only).rows if row.path.endswith(".w")] == ["float32", "bfloat16"]
+
+
+def test_bytes_of_training():
+    params = {"w": torch.zeros(128, 512, dtype=torch.bfloat16), "b": torch.zeros(512)}
+    tx = fl.master_weights(fl.adamw8bit(0.1), bits=8)
+    report = fl.describe(tx.init(params), params)
+    assert report.parameters == 128 * 512 + 512
+    assert report.weight_bytes == report.gradient_bytes == 2 * 128 * 512 + 4 * 512
+    assert report.training_bytes == 2 * report.weight_bytes + report.total_bytes
+    assert report.bytes_per_parameter == report.training_bytes / report.parameters
+    # Of w: 2 and 2 for weight and gradient, 1 for the error, 2 + 8 / 256 for the moments.
+    assert report.bytes_per_parameter == pytest.approx((7.03125 * 128 * 512 + 16 * 512 + 8) / report.parameters)
+    assert [line.split(maxsplit=2) for line in str(report).splitlines()[-5:]] == [
+        ["total", "202,760"],
+        ["weights", "133,120", "2.02 for each parameter"],
+        ["gradients", "133,120", "2.02 for each parameter"],
+        ["state", "202,760", "3.07 for each parameter"],
+        ["training", "469,000", "7.10 for each parameter"],
+    ]
+    assert fl.describe((), {}).bytes_per_parameter == 0.0
+    refuses(
+        ValueError,
+        "describe: the training bytes need the parameters; call describe(state, params)",
+        lambda: fl.describe(tx.init(params)).bytes_per_parameter,
+    )

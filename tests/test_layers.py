@@ -12,14 +12,14 @@ import functional_lowbit as fl
 
 PACKAGE = Path(fl.__file__).parent
 FLOORS = {
-    0: {"_base", "_numerics", "rounding", "_cpp_ops", "_cpp_library"},
+    0: {"_base", "_numerics", "_split", "rounding", "_cpp_ops", "_cpp_library"},
     1: {"_tree", "_grid", "formats._format", "_cpp_source", "_cpp_norm"},
     2: {"_check", "sharding"} | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
     3: {"formats", "_index", "_norm", "_parts", "schedules"},
     4: {"_quantized", "_leafwise", "tree"},
     5: {"_low_bit", "_recipe", "_apply", "_noise", "_program", "_kernel", "_staging", "_checkpoint", "_describe"},
     6: {"_native", "transforms._chain", "transforms._clip", "transforms._masked", "transforms._scale"},
-    7: {"_backends", "transforms._decay", "transforms._finite", "transforms._sgd"},
+    7: {"_backends", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"},
     8: {"_compile", "transforms._adam", "transforms._lion"},
     9: {"", "transforms"},  # what users import
 }
@@ -170,6 +170,7 @@ def test_the_names_of_the_contract_are_there():
         "GradientTransformation apply_updates leafwise chain identity stateless masked apply_if_finite scale "
         "scale_by_schedule scale_by_learning_rate add_decayed_weights clip clip_by_global_norm trace scale_by_adam "
         "adam adamw adam8bit adamw8bit adam4bit adamw4bit adamfp8 adamwfp8 sgd sgd8bit lion lion8bit scale_by_lion "
+        "master_weights master_params "
         "low_bit quantize QuantizedTensor describe compile global_norm state_dict load_state_dict formats rounding "
         "schedules sharding tree"
     )
