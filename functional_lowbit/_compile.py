@@ -22,6 +22,7 @@ from functional_lowbit._noise import HALF, Noise, Start
 from functional_lowbit._program import GateOp, LeafOp, Op, OpaqueOp, Program, lower
 from functional_lowbit._quantized import QuantizedTensor
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
+from functional_lowbit.transforms._master import MasterWeights, MasterWeightsState, local_codes, master_of
 
 ONE = torch.ones((), dtype=torch.float32)
 
@@ -35,6 +36,7 @@ class _Run:
     specs: list[ShardSpec | None]
     locals: list[Tensor]  # this rank's part of each parameter
     updates: list[Any]  # as given, or this rank's part; None where a leaf is skipped
+    codes: list[Any]  # for each leaf, the error bits of its master weights, as given; None if it has none
     active: list[list[bool]]  # for each operation, for each leaf
     states: list[Any]  # of each operation
     moments: list[list[tuple[Any, ...]]]  # of each leaf operation, for each leaf
@@ -47,21 +49,29 @@ class _Run:
 
     def rounds(self, i: int) -> bool:
         """Whether a leaf's new parameters are rounded stochastically."""
-        return self.noise is not None and self.locals[i].dtype in HALF
+        return self.noise is not None and self.locals[i].dtype in HALF and self.codes[i] is None
 
-    def update_tree(self, active: list[bool] | None = None) -> Tree:
-        """The updates as the user would see them; None at leaves that are skipped or not active."""
+    def update_tree(self, active: list[bool] | None = None, prepare: Any = None) -> Tree:
+        """The updates as the user would see them; None at leaves that are skipped or not active.
+
+        For `prepare`, those of master weights are in float32, as their update would see them, if that makes a
+        difference to it.
+        """
         leaves = []
+        wide = prepare is not None and not getattr(prepare, "any_dtype", False)
         for i, u in enumerate(self.updates):
             if u is None or (active is not None and not active[i]):
                 leaves.append(None)
             else:
-                leaves.append(u if self.as_given else wrap(u, self.specs[i]))
+                u = u if self.as_given else wrap(u, self.specs[i])
+                leaves.append(u.float() if wide and self.codes[i] is not None else u)
         return _tree.unflatten(self.treedef, leaves)
 
     def param_tree(self, active: list[bool] | None = None) -> Tree:
-        """The parameters as given; None at leaves that are not active."""
-        leaves = self.params if active is None else [p if a else None for p, a in zip(self.params, active, strict=True)]
+        """The parameters as given, or their masters; None at leaves that are not active."""
+        leaves = [p if c is None else master_of(p, c) for p, c in zip(self.params, self.codes, strict=True)]
+        if active is not None:
+            leaves = [p if a else None for p, a in zip(leaves, active, strict=True)]
         return _tree.unflatten(self.treedef, leaves)
 
     def take(self, updates: list[Any]) -> None:
@@ -80,7 +90,10 @@ class Step:
     """A compiled training step: `params, state = step(grads, state, params, **extra)`. Made by `compile`."""
 
     def __init__(self, tx: GradientTransformation, donate: bool, backend: str | None, noise: Noise | None):
-        self._program: Program = lower(tx.update)
+        self._master, update = _unwrap_master(tx.update)
+        self._program: Program = lower(update)
+        if any(isinstance(op, OpaqueOp) for op in self._program.ops()):
+            self._master, self._program = None, lower(tx.update)
         self._ops: list[Op] = list(self._program.ops())
         self._has_opaque = any(isinstance(op, OpaqueOp) for op in self._ops)
         self._donate = donate
@@ -105,6 +118,7 @@ class Step:
         if not self._donate:
             params, state = _tree.map_leaves(_copy, params), _tree.map_leaves(_copy, state)
             run = self._begin(grads, state, params, extra)
+        inner = state if self._master is None else state.inner_state
         run.take(run.updates)
         new_states = list(run.states)
         pending: list[int] = []
@@ -114,7 +128,7 @@ class Step:
                     pending = self._flush(run, pending)
                 whole = op.rule.prepare is not None
                 run.shared[i] = op.rule.share(
-                    run.update_tree(run.active[i]) if whole else None,
+                    run.update_tree(run.active[i], op.rule.prepare) if whole else None,
                     read_moments(run.states[i]) if whole and op.rule.moments else run.states[i],
                     run.param_tree(run.active[i]) if whole else None,
                     run.hypers[i],
@@ -129,7 +143,8 @@ class Step:
                 new_states[i] = self._call_opaque(run, op, run.states[i])
         self._run_leaf_ops(run, pending, apply=True)
         self._write_shared(run, new_states)
-        return params, self._program.rebuild(state, iter(new_states))
+        inner = self._program.rebuild(inner, iter(new_states))
+        return params, inner if self._master is None else state._replace(inner_state=inner)
 
     def _begin(self, grads: Tree, state: Any, params: Tree, extra: dict[str, Any]) -> _Run:
         """Look at everything before anything is written."""
@@ -139,6 +154,12 @@ class Step:
         _check.params(speaker, paths, leaves)
         updates = _check.same_structure(speaker, "grads", treedef, grads)
         _check.updates(speaker, paths, updates, leaves)
+        codes: list[Any] = [None] * len(leaves)
+        if self._master is not None:
+            _check.state_class(speaker, state, MasterWeightsState)
+            codes = _check.same_structure(speaker, "state.error", treedef, state.error)
+            self._master.check_codes(speaker, paths, leaves, codes)
+            state = state.inner_state
         states = list(self._program.states(state))
         active = list(self._program.active(params, treedef))
         hypers: list[Any] = []
@@ -176,7 +197,9 @@ class Step:
                 )
         if self._noise is not None:
             self._noise.begin(state, paths)
-        return _Run(treedef, leaves, specs, locals_, updates, active, states, moments, hypers, extra, noise=self._noise)
+        return _Run(
+            treedef, leaves, specs, locals_, updates, codes, active, states, moments, hypers, extra, noise=self._noise
+        )
 
     def _flush(self, run: _Run, pending: list[int]) -> list[int]:
         """Run what is pending, since what comes next looks at its result."""
@@ -215,15 +238,18 @@ class Step:
                 rounds = apply and run.rounds(i)
                 fused = rounds and self._start(run, ops, i) is not None
                 kind = (place.dtype, update.dtype, place.device)
-                groups.setdefault((ops, codecs, *kind, apply and rounds == fused, fused), []).append(i)
+                bits = 0 if self._master is None or run.codes[i] is None else self._master.bits
+                groups.setdefault((ops, codecs, *kind, apply and rounds == fused, fused, bits), []).append(i)
         outs: list[Any] = [None] * len(run.updates)
-        for (ops, codecs, param_dtype, grad_dtype, device, in_place, stochastic), members in groups.items():
+        for (ops, codecs, param_dtype, grad_dtype, device, in_place, stochastic, bits), members in groups.items():
             stages = tuple(
                 Stage.of(self._rule(j), c, tuple(run.shared[j].scalars), self._ops[j].gates)
                 for j, c in zip(ops, codecs, strict=True)
             )
             blocked = stochastic or any(c is not None and c.parts == 2 for cs in codecs for c in cs)
-            key = KernelKey(stages, len(run.gates), in_place, stochastic, blocked, param_dtype, grad_dtype, device)
+            key = KernelKey(
+                stages, len(run.gates), in_place, stochastic, bits, blocked, param_dtype, grad_dtype, device
+            )
             kernel = self._used.get(key)
             if kernel is None:
                 kernel = self._used[key] = kernel_for(key, self._backend)
@@ -235,6 +261,7 @@ class Step:
             )
             shaped = [True, True, *(s for cs in codecs for c in cs for s in _shaped(c))]
             shaped += [False] * 3 if stochastic else []
+            shaped += [True] if bits else []
             if not in_place:
                 shaped.append(True)
                 for i in members:
@@ -267,6 +294,8 @@ class Step:
         if start is not None:
             assert run.noise is not None
             tensors += run.noise.words(i, start, run.locals[i].device)
+        if run.codes[i] is not None:
+            tensors.append(local_codes(run.codes[i], run.params[i]))
         if out is not None:
             tensors.append(out)
         return _staging.Leaf(_grid(run, ops, i) if start is None else start.grid, tuple(tensors))
@@ -292,6 +321,13 @@ class Step:
                     new = torch.where(run.gates[gate].to(new.device), new, place)
                 place.copy_(new)
             new_states[i] = old
+
+
+def _unwrap_master(update: Any) -> tuple[MasterWeights | None, Any]:
+    """Master weights around everything else, which the kernel can read and write; and what is inside them."""
+    if isinstance(update, MasterWeights):
+        return update, update.inner.update
+    return None, update
 
 
 def _codec(moment: Any) -> Any:

@@ -48,6 +48,7 @@ ARITHMETIC = {
     "neg": "(-{0})",
     "reciprocal": "(1 / {0})",
     "square": "({0} * {0})",
+    "abs": "({0} < 0 ? -{0} : {0})",  # of integers
     "sign": "({0} > 0 ? 1 : {0} < 0 ? -1 : 0)",
     "logical_not": "(!{0})",
     "bitwise_not": "(~{0})",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from functional_lowbit._leafwise import Leafwise, check_leaf, record
+from functional_lowbit._split import CODE_DTYPES, read_master, step_to, write_master
 from functional_lowbit.formats import Codec
 from functional_lowbit.rounding import bits, stochastic_round
 
@@ -41,6 +42,7 @@ class KernelKey(NamedTuple):
     n_gates: int
     apply: bool  # add the update to the parameter, or write it out
     stochastic: bool  # round the new parameter stochastically, see `rounding`
+    master_bits: int  # 8 or 16: the parameter is half of its master, see `_split`; 0: it is a whole number
     blocked: bool  # tensors of [n_blocks, block] with scales, or flat [n]
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
@@ -55,7 +57,8 @@ def make_compute(key: KernelKey, in_place: bool) -> Callable[..., list[Tensor]]:
 
     `scalars` is float32[1 + n_gates + all stages' scalars]: a 1, then the gates (1 open, 0 closed), then the scalars.
     `moments` are, stage by stage and field by field, codes and scales, or the one unscaled tensor. For stochastic
-    rounding, `rounding.Words` of each block's first element, int32[n, 1] each, follow them.
+    rounding, `rounding.Words` of each block's first element, int32[n, 1] each, follow them. For master weights, the
+    codes of the errors follow; where the update is applied, the new codes come before the new p.
 
     Args:
         key: What the kernel is made for.
@@ -73,6 +76,8 @@ def make_compute(key: KernelKey, in_place: bool) -> Callable[..., list[Tensor]]:
     def compute(g: Tensor, p: Tensor, scalars: Tensor, *rest: Tensor) -> list[Tensor]:
         is_open = [scalars[1 + i] > 0 for i in range(n_gates)]
         u, p32 = g.float(), read(p, scalars)
+        if key.master_bits:
+            p32 = read_master(p.float(), rest[-1], p.dtype)
         at, scalar_at = 0, 1 + n_gates
         outs: list[Tensor] = []
         for (update_leaf, state_class, names, codecs, scalar_names, gates), c_class in zip(
@@ -109,10 +114,13 @@ def make_compute(key: KernelKey, in_place: bool) -> Callable[..., list[Tensor]]:
                         # Codes are kept, not decoded values: not every format writes what it read as the same code.
                         part = torch.where(condition, part, place)
                     outs.append(part)
+        if key.apply and key.master_bits:
+            u, codes = step_to(p, *write_master(p32 + u, p.dtype, key.master_bits))
+            outs.append(codes)
         if key.apply:
             u = p.to(torch.promote_types(p.dtype, torch.float32)) + u
         if key.stochastic:
-            low, high, counter = rest[at:]
+            low, high, counter = rest[at : at + 3]
             noise = bits(low, high, counter + torch.arange(g.shape[-1], dtype=torch.int32, device=g.device))
             u = stochastic_round(u, p.dtype, noise)
         return [*outs, u.to(p.dtype) if key.apply else u]
@@ -129,7 +137,7 @@ def make_kernel(key: KernelKey) -> Callable[..., None]:
     n_moments = sum(1 if c is None else c.parts for stage in key.stages for c in stage.codecs)
 
     def kernel(g: Tensor, p: Tensor, scalars: Tensor, *rest: Tensor) -> None:
-        places = (*rest[:n_moments], p if apply else rest[-1])
+        places = (*rest[:n_moments], *(rest[-1:] if apply and key.master_bits else ()), p if apply else rest[-1])
         for place, new in zip(places, compute(g, p, scalars, *(rest if apply else rest[:-1])), strict=True):
             place.copy_(new)
 
@@ -168,6 +176,8 @@ def example(key: KernelKey) -> tuple[list[Tensor], list[tuple[Tensor, int]]]:
                 add((n, 1), torch.float32, codec.zero_scale)
     for _ in range(3 if key.stochastic else 0):
         add((n, 1), torch.int32)
+    if key.master_bits:
+        add(shape, CODE_DTYPES[key.master_bits])
     if not key.apply:
         add(shape, torch.float32)
     return args, varying

@@ -11,6 +11,7 @@ from functional_lowbit import _cpp_library
 from functional_lowbit._cpp_source import Argument, source
 from functional_lowbit._grid import Grid
 from functional_lowbit._kernel import KernelKey, make_compute
+from functional_lowbit._split import CODE_DTYPES
 from functional_lowbit._staging import Leaf
 
 FLAT_BLOCK = 1024  # elements worked on together where no moment has blocks
@@ -29,16 +30,20 @@ class NativeKernel:
             else:
                 arguments.append(Argument(codec.dtype, "code", codec.packing == 2))
                 arguments.append(Argument(torch.float32, "block"))
-        moments = range(2, len(arguments))
+        places = [*range(2, len(arguments))]
         if key.stochastic:
             arguments += [Argument(torch.int32, kind) for kind in ("leaf", "leaf", "block")]
-        n_inputs, place = len(arguments), 1
+        if key.master_bits:
+            if key.apply:
+                places.append(len(arguments))
+            arguments.append(Argument(CODE_DTYPES[key.master_bits], "element"))
+        n_inputs = len(arguments)
         if not key.apply:
-            place = n_inputs
             arguments.append(Argument(torch.float32, "element"))
+        places.append(1 if key.apply else n_inputs)
         n_scalars = 1 + key.n_gates + sum(len(stage.scalars) for stage in key.stages)
         compute = make_compute(key, in_place=False)
-        text = source(compute, n_inputs, n_scalars, arguments, [*moments, place])
+        text = source(compute, n_inputs, n_scalars, arguments, places)
         self._run = _cpp_library.load(text).run
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
         self._run.restype = None

@@ -165,6 +165,26 @@ def test_compiled_eager_and_pure_give_the_same_bits(dtype, n_bits):
         assert got[1][1].error["w"] is state[1].error["w"]  # donated too
 
 
+@EACH_HALF
+@EACH_BITS
+@pytest.mark.parametrize("backend", ["native", "inductor"])
+def test_around_everything_it_is_a_part_of_the_kernel(dtype, n_bits, backend):
+    params = params_of(dtype) | {"f": torch.ones(40)}
+    grads = [random_like(params, seed=1 + t) for t in range(3)]
+    grads[1]["f"] = torch.full((40,), float("inf"))
+    for inner in (fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2)), fl.apply_if_finite(fl.lion(1e-2))):
+        tx = fl.master_weights(inner, n_bits)
+        wanted = run_pure(tx, params, grads)
+        step = fl.compile(tx, backend=backend)
+        given, state = clone(params), tx.init(params)
+        got = run_step(step, given, grads, state)
+        assert same(got, wanted)
+        assert got[1].error["w"] is state.error["w"]
+        assert step.graphs >= 2  # an update that is called as it is needs one only, to add
+    with pytest.raises((TypeError, ValueError), match="MasterWeightsState"):
+        step(grads[0], fl.adamw(0.1).init(params), given)
+
+
 def test_wrappers_inside_and_outside():
     params = params_of(torch.bfloat16)
     params["f"] = torch.ones(4)

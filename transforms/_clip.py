@@ -66,5 +66,9 @@ def _shrink_factor(updates: Any, s: Any, params: Any, h: Any) -> dict[str, torch
     return {"factor": torch.where(norm <= h.max_norm, 1.0, h.max_norm / norm)}
 
 
+# The norm of bfloat16 gradients is that of the same numbers in float32.
+_shrink_factor.any_dtype = True  # type: ignore[attr-defined]
+
+
 def _scale_down(g: Any, s: Any, p: Any, c: Any) -> Any:
     return g * c.factor, s

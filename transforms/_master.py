@@ -1,5 +1,6 @@
 """master_weights: train half-precision parameters as if they were float32, for 1 or 2 more bytes each."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class MasterWeights(Part):
         leaves, treedef = _tree.flatten(params)
         _check.params("master_weights.init", _tree.names(treedef), leaves)
         codes = [self._no_error(p) for p in leaves]
-        masters = [_master(p, c) for p, c in zip(leaves, codes, strict=True)]
+        masters = [master_of(p, c) for p, c in zip(leaves, codes, strict=True)]
         return MasterWeightsState(
             _tree.unflatten(treedef, codes), init_with(self.inner, _tree.unflatten(treedef, masters), rest)
         )
@@ -58,10 +59,9 @@ class MasterWeights(Part):
         us = _check.same_structure(speaker, "updates", treedef, updates)
         _check.updates(speaker, paths, us, leaves)
         codes = _check.same_structure(speaker, "state.error", treedef, state.error)
-        for path, p, c in zip(paths, leaves, codes, strict=True):
-            self._check_codes(speaker, path, p, c)
-        us = [_wide(u, p) for u, p in zip(us, leaves, strict=True)]
-        masters = [_master(p, c) for p, c in zip(leaves, codes, strict=True)]
+        self.check_codes(speaker, paths, leaves, codes)
+        us = [wide(u, p) for u, p in zip(us, leaves, strict=True)]
+        masters = [master_of(p, c) for p, c in zip(leaves, codes, strict=True)]
         new, inner_state = call_update(
             self.inner.update,
             _tree.unflatten(treedef, us),
@@ -85,8 +85,12 @@ class MasterWeights(Part):
         update, new_codes = step_to(local_of(p), new_p, new_codes)
         return wrap(update, spec), _rest(new_codes, spec)
 
-    def _check_codes(self, speaker: str, path: str, p: Tensor, codes: Any) -> None:
+    def check_codes(self, speaker: str, paths: Sequence[str], params: Sequence[Tensor], codes: Sequence[Any]) -> None:
         """Refuse the codes of other parameters, or of another number of bits."""
+        for path, p, c in zip(paths, params, codes, strict=True):
+            self._check_code(speaker, path, p, c)
+
+    def _check_code(self, speaker: str, path: str, p: Tensor, codes: Any) -> None:
         whole = tuple(p.shape) if self.bits == 8 else (*p.shape, 2)
         expected = (torch.int8, whole) if p.dtype in HALF_DTYPES else None
         got = (codes.dtype, tuple(codes.shape)) if isinstance(codes, Tensor) else None
@@ -98,16 +102,20 @@ class MasterWeights(Part):
             )
 
 
-def _master(p: Tensor, codes: Any) -> Tensor:
+def master_of(p: Tensor, codes: Any) -> Tensor:
     """The master of a parameter: float32, sharded alike. A parameter without codes is its own."""
     if p.dtype not in HALF_DTYPES:
         return p
     local = local_of(p).float()
     if isinstance(codes, Tensor):
-        codes = local_of(codes)
-        codes = codes if codes.ndim == local.ndim else codes.contiguous().view(torch.int16).squeeze(-1)
-        local = read_master(local, codes, p.dtype)
+        local = read_master(local, local_codes(codes, p), p.dtype)
     return wrap(local, ShardSpec.of(p))
+
+
+def local_codes(codes: Tensor, p: Tensor) -> Tensor:
+    """This rank's codes, int8 or int16, of its part's shape: a view, if they are contiguous as made here."""
+    local = local_of(codes)
+    return local if local.ndim == p.ndim else local.contiguous().view(torch.int16).squeeze(-1)
 
 
 def _rest(codes: Tensor, spec: ShardSpec | None) -> Tensor:
@@ -118,7 +126,7 @@ def _rest(codes: Tensor, spec: ShardSpec | None) -> Tensor:
     return wrap(pairs, None if spec is None else spec.like((*spec.shape, 2)))
 
 
-def _wide(u: Tensor | None, p: Tensor) -> Tensor | None:
+def wide(u: Tensor | None, p: Tensor) -> Tensor | None:
     """An update in float32 where its parameter has a master; the inner transformation answers in the same dtype."""
     return u if u is None or p.dtype not in HALF_DTYPES else u.float()
 
@@ -152,7 +160,7 @@ def master_params(params: Tree, state: Any) -> Tree:
     trees = [_check.same_structure("master_params", "state.error", treedef, s.error) for s in found]
     masters = []
     for p, *codes in zip(leaves, *trees, strict=True):
-        masters.append(_master(p, next((c for c in codes if isinstance(c, Tensor)), None)))
+        masters.append(master_of(p, next((c for c in codes if isinstance(c, Tensor)), None)))
     return _tree.unflatten(treedef, masters)
 
 
