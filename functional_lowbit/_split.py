@@ -45,6 +45,7 @@ def write_master(master: Tensor, dtype: torch.dtype, bits: int) -> tuple[Tensor,
     if dtype == torch.float16:
         finite = finite & (near < OVERFLOW_BITS)
         near = torch.where(small, (near.view(torch.float32) - SMALLEST).view(torch.int32), near)
+        near = torch.where(finite, near, INFINITE)  # not left to the cast: inductor drops casts there and back
     near = torch.where(magnitude < INFINITE, near, magnitude)
     codes = torch.where(finite, codes, 0)
     # What rounds to 0 keeps its sign in the code: a step to -0.0 cannot be taken by adding to a parameter above 0.
@@ -86,9 +87,9 @@ def read_master(p: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
 def step_to(p: Tensor, new_p: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
     """The update that takes a parameter to its new value when it is added in float32; and codes for where that is.
 
-    One number cannot be reached like this: a new value below 2**-16 of the old one, since the float32 sum ends at
-    2**-24 of the old one. Then the parameter becomes what the sum is, and the code 0. The master is off by half of its
-    last place before the step.
+    A new value below 2**-16 of the old one may be out of reach, since the float32 sum ends at 2**-24 of the old one.
+    Then the parameter becomes what the sum rounds to, and its code is 0. The master is off by half of its last place
+    before the step.
 
     Args:
         p: bfloat16 or float16.
@@ -100,8 +101,11 @@ def step_to(p: Tensor, new_p: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
     """
     old, new = p.float(), new_p.float()
     update = torch.where(old.view(torch.int32) == new.view(torch.int32), -0.0, new - old)  # -0.0 also leaves -0.0
-    landed = (old + update).to(p.dtype).float()
-    return update, torch.where(landed.view(torch.int32) == new.view(torch.int32), codes, 0)
+    landed = old + update
+    # As near as this it rounds to the new value. (To round and compare is no way: inductor drops casts there and back.)
+    near = (landed - new).abs() <= 2.0**-20 * new.abs()
+    reached = near & ((landed.view(torch.int32) ^ new.view(torch.int32)) >= 0)  # 0.0 is not -0.0
+    return update, torch.where(reached, codes, 0)
 
 
 def _evenly(x: Tensor) -> Tensor:

@@ -196,8 +196,8 @@ def master_weights(tx: GradientTransformation, bits: int = 16) -> GradientTransf
         ValueError: for another number of bits; at `update`, without params or with a state of other parameters.
 
     References:
-        The split is that of Zamirai et al., 2020, https://arxiv.org/abs/2010.06192 (Kahan summation) and of
-        FlashOptim, with integers for the error.
+        What bfloat16 parameters lose otherwise: Zamirai et al., 2020, https://arxiv.org/abs/2010.06192, who keep it by
+        Kahan summation.
 
     Example:
         >>> import torch, functional_lowbit as fl
