@@ -1,7 +1,8 @@
-"""Train one small transformer three times at once: torch's AdamW, ours in fp32, ours with 8-bit state.
+"""Train one small transformer four times at once: torch's AdamW, and ours in 32, 8 and 4 bits.
 
 The model reads bytes, the text is the source of your own Python's standard library: nothing is downloaded.
-All three start from the same weights and see the same batches, so whatever differs comes from the optimizer.
+All start from the same weights and see the same batches, so whatever differs comes from the optimizer; and from the
+parameters' dtype in the run with 4 bits, whose weights and gradients are bfloat16, rounded stochastically.
 
     python examples/byte_lm.py                                     # about 3 minutes on 2 CPU cores
     python examples/byte_lm.py --steps 20                          # a short look
@@ -43,6 +44,7 @@ except ImportError as error:
 CONTEXT = 128  # bytes that the model looks back on
 START = 256  # the token in front of the first byte: 257 tokens, 129 positions, both odd, so shards are uneven
 EIGHT_BIT = "adamw8bit"
+FOUR_BIT = "adamw4bit"  # with parameters in bfloat16
 CLIP, PEAK_LR, DECAY, B1, B2, EPS = 1.0, 2e-3, 0.1, 0.9, 0.99, 1e-8
 
 
@@ -51,14 +53,15 @@ class Functional:
     """One of our optimizers at work on a module: `params, state = step(grads, state, params)`."""
 
     def __init__(self, name: str, module: nn.Module, args: argparse.Namespace):
-        adamw = {"adamw": fl.adamw, "adamw8bit": fl.adamw8bit}[name]
+        adamw = {"adamw": fl.adamw, "adamw8bit": fl.adamw8bit, FOUR_BIT: fl.adamw4bit}[name]
         tx = fl.chain(
             fl.clip_by_global_norm(CLIP),
             adamw(schedule(args), b1=B1, b2=B2, eps=EPS, weight_decay=DECAY, mask=decays),
         )
         self.params = dict(module.named_parameters())  # tensors, or DTensors under --fsdp
         self.state = tx.init(self.params)
-        self.step = fl.compile(tx)
+        rounding = {"rounding": "stochastic", "key": args.seed} if name == FOUR_BIT else {}
+        self.step = fl.compile(tx, **rounding)
 
     def update(self, step: int) -> None:
         """Take one step. The buffers are donated, so the module's own parameters change."""
@@ -154,10 +157,10 @@ class ByteLM(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), windows.flatten())
 
 
-def build_model(args: argparse.Namespace) -> ByteLM:
+def build_model(args: argparse.Namespace, dtype: torch.dtype) -> ByteLM:
     """The same weights on every call and on every rank; sharded under --fsdp."""
     torch.manual_seed(args.seed)
-    model = ByteLM(args.width, args.layers).to(args.device, getattr(torch, args.dtype))
+    model = ByteLM(args.width, args.layers).to(args.device, dtype)
     if args.fsdp:
         for block in model.blocks:
             fully_shard(block)
@@ -190,7 +193,7 @@ class Run:
 
     def __init__(self, name: str, args: argparse.Namespace):
         self.name, self.args = name, args
-        self.model = build_model(args)
+        self.model = build_model(args, torch.bfloat16 if name == FOUR_BIT else getattr(torch, args.dtype))
         self.optimizer = (Torch if name == "torch" else Functional)(name, self.model, args)
         self.losses: list[float] = []  # training loss of every step, nats per byte
         self.valid: dict[int, float] = {}  # steps taken -> validation loss, nats per byte
@@ -215,7 +218,8 @@ class Run:
     def result(self) -> Result:
         params = sum(param.numel() for param in self.optimizer.params.values())
         state_bytes = int(sum_over_ranks(torch.tensor(self.optimizer.state_bytes(), device=self.args.device)))
-        return Result(self.losses, self.valid, self.seconds, state_bytes, params, self.optimizer.graphs())
+        width = next(iter(self.optimizer.params.values())).element_size()  # of a weight, and of its gradient
+        return Result(self.losses, self.valid, self.seconds, state_bytes, params, self.optimizer.graphs(), 2 * width)
 
 
 def train(runs: dict[str, Run], texts: tuple[Tensor, Tensor], args: argparse.Namespace, start: int = 0) -> None:

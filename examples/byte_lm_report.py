@@ -8,11 +8,17 @@ import matplotlib
 matplotlib.use("Agg")  # draws into files, needs no screen
 import matplotlib.pyplot as plt
 
-LABELS = {"torch": "torch AdamW, fused", "adamw": "ours, fp32", "adamw8bit": "ours, 8-bit"}
+LABELS = {
+    "torch": "torch AdamW, fused",
+    "adamw": "ours, fp32",
+    "adamw8bit": "ours, 8-bit",
+    "adamw4bit": "ours, 4-bit, bf16",
+}
 STYLES = {
     "torch": ("#b8bec6", 6.0, "-"),
     "adamw": ("#22314a", 1.8, "-"),
     "adamw8bit": ("#e4572e", 1.8, (0, (3.5, 1.6))),
+    "adamw4bit": ("#2a9d8f", 1.6, (0, (1.2, 1.2))),
 }
 
 
@@ -26,6 +32,7 @@ class Result:
     state_bytes: int
     params: int
     graphs: int
+    weight_bytes: int  # of one weight and its gradient
 
     @property
     def train_loss(self) -> float:
@@ -41,29 +48,38 @@ class Result:
         return self.state_bytes / self.params
 
     @property
+    def training_bytes(self) -> float:
+        """Bytes per parameter of weights, gradients and state."""
+        return self.bytes_per_param + self.weight_bytes
+
+    @property
     def step_ms(self) -> float:
         """Median, without the warm-up: the first tenth and at least one step."""
         return 1e3 * statistics.median(self.step_seconds[len(self.step_seconds) // 10 or 1 :])
 
 
 def print_table(results: dict[str, Result]) -> None:
-    titles = ("train loss", "val. loss", "state bytes", "bytes/param", "ms/step", "graphs", "first step")
+    titles = ("train loss", "val. loss", "state bytes", "bytes/param", "training", "ms/step", "graphs", "first step")
     print("\n" + f"{'optimizer':18}" + "".join(f"{title:>13}" for title in titles))
     for name, r in results.items():
         print(
             f"{LABELS[name]:18}{r.train_loss:13.4f}{r.valid_loss:13.4f}{r.state_bytes:13,}{r.bytes_per_param:13.3f}"
-            f"{r.step_ms:13.2f}{r.graphs:13}{r.step_seconds[0]:11.2f} s"
+            f"{r.training_bytes:13.3f}{r.step_ms:13.2f}{r.graphs:13}{r.step_seconds[0]:11.2f} s"
         )
-    print("losses: nats per byte, train over the last 10 steps; ms/step: clipping and optimizer, median;")
+    print("losses: nats per byte, train over the last 10 steps; bytes/param: of the state; training: with weights and")
+    print("gradients; ms/step: clipping and optimizer, median;")
     print("first step: compiling included, and loading the compiler where it is first used\n")
 
 
 def print_difference(results: dict[str, Result]) -> None:
-    for reference in ("torch", "adamw"):
-        if reference in results and "adamw8bit" in results:
-            ours, theirs = results["adamw8bit"].valid_loss, results[reference].valid_loss
-            relative = f"{ours / theirs - 1:+.3%} (goal: within 1%)"
-            print(f"validation loss, 8-bit {ours:.4f} against {LABELS[reference]} {theirs:.4f}: {relative}")
+    for name in ("adamw8bit", "adamw4bit"):
+        for reference in ("torch", "adamw"):
+            if reference in results and name in results:
+                ours, theirs = results[name].valid_loss, results[reference].valid_loss
+                relative = f"{ours / theirs - 1:+.3%} (goal: within 1%)"
+                print(
+                    f"validation loss, {LABELS[name]} {ours:.4f} against {LABELS[reference]} {theirs:.4f}: {relative}"
+                )
 
 
 def plot(results: dict[str, Result], path: str) -> None:
@@ -75,7 +91,7 @@ def plot(results: dict[str, Result], path: str) -> None:
     curves = figure.add_subplot(grid[0, 0])
     plot_curves(curves, results)
     plot_distances(figure.add_subplot(grid[1, 0], sharex=curves), results)
-    plot_bars(figure.add_subplot(grid[:, 1]), "State, bytes per param", results, "bytes_per_param")
+    plot_bars(figure.add_subplot(grid[:, 1]), "Training, bytes per param", results, "training_bytes")
     plot_bars(figure.add_subplot(grid[:, 2]), "Optimizer step, ms", results, "step_ms")
     figure.get_layout_engine().set(w_pad=0.15, wspace=0.06)
     figure.savefig(path)
