@@ -1,6 +1,6 @@
 """Step each parameter during the backward pass, and free its gradient at once: gradients take the room of one leaf.
 
-Two copies of the small transformer of byte_lm.py train on the same bytes, in bfloat16 with 8-bit moments and stochastic
+Two copies of the small transformer of byte_lm.py train on the same bytes, in bfloat16 with 4-bit moments and stochastic
 rounding: one steps after the backward pass, as usual, the other inside it. Every loss is the same, bit for bit, since a
 leaf's step depends on that leaf alone. (A transformation that looks at all leaves first, as clip_by_global_norm does,
 cannot be used like this.)
@@ -75,7 +75,8 @@ def main() -> int:
     """Exit status: 0, or 1 if a loss or a parameter differs."""
     args = parse_arguments()
     torch.use_deterministic_algorithms(True)
-    tx = fl.adamw8bit(2e-3, b2=0.99, weight_decay=0.1)
+    adamw = {4: fl.adamw4bit, 8: fl.adamw8bit, 32: fl.adamw}[args.bits]
+    tx = adamw(2e-3, b2=0.99, weight_decay=0.1)
     stochastic = {"rounding": "stochastic", "key": args.seed} if args.rounding == "stochastic" else {}
     step = fl.compile(tx, backend=args.backend, **stochastic)
     text, _ = read_sources(args.bytes)
@@ -109,15 +110,16 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--width", type=int, default=128, help="of the model, a multiple of 32 (default 128)")
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--bits", type=int, default=4, choices=[4, 8, 32], help="of each moment (default 4)")
     parser.add_argument("--batch", type=int, default=8, help="windows of 129 bytes per step (default 8)")
     parser.add_argument("--bytes", type=int, default=4 << 20, help="of text, at most (default 4 Mi)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data and noise")
     parser.add_argument("--rounding", default="stochastic", choices=["stochastic", "nearest"])
-    parser.add_argument("--backend", default="inductor", help="of torch.compile; eager needs no C++ compiler")
+    parser.add_argument("--backend", help="of fl.compile; eager needs no C++ compiler")
     return parser.parse_args()
 
 
