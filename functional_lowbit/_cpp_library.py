@@ -1,8 +1,7 @@
 """Build C++ into a library, once for each text, and load it.
 
 The libraries are kept in a folder of the user's, by a hash of everything that they depend on: the text, the compiler,
-its flags and the processor. Ranks that build the same library at the same time each write a file of their own, and the
-last one to rename it wins.
+its flags and the processor. Of ranks that want the same library at the same time, one builds it and the others wait.
 """
 
 import ctypes
@@ -35,10 +34,22 @@ def load(source: str) -> ctypes.CDLL:
     """
     compiler, version = _compiler()
     key = "\0".join([source, version, *FLAGS, _processor()])
-    path = _folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
-    if not path.exists():
-        _build(compiler, source, path)
-    return ctypes.CDLL(str(path))
+    try:
+        path = _folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
+        if not path.exists():
+            _build_alone(compiler, source, path)
+        return ctypes.CDLL(str(path))
+    except OSError as error:  # a full disk, or a library that was built elsewhere
+        raise NoCompiler(f"a library cannot be kept or loaded: {error}") from error
+
+
+def _build_alone(compiler: str, source: str, path: Path) -> None:
+    import fcntl  # found on Linux only, as is the compiler
+
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also by the death of its process
+        if not path.exists():
+            _build(compiler, source, path)
 
 
 def _build(compiler: str, source: str, path: Path) -> None:
