@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from functional_lowbit import _cpp_library
 
@@ -97,6 +98,13 @@ def _library() -> Any:
     return function
 
 
+def _is_plain(x: Tensor) -> bool:
+    """Whether a tensor is memory of the CPU that nothing but its numbers is asked of: no graph, no vmap."""
+    if x.device.type != "cpu" or type(x) is not Tensor or x.requires_grad:
+        return False
+    return not is_functorch_wrapped_tensor(x)
+
+
 def square_bins(tensors: Sequence[Tensor], block: int, n_bins: int) -> Tensor | None:
     """The squares of CPU tensors, added up by exponent: float64[n_bins]; None if this cannot be done here.
 
@@ -105,7 +113,7 @@ def square_bins(tensors: Sequence[Tensor], block: int, n_bins: int) -> Tensor | 
         block: Elements of a row (the dimensions after the first) that are summed in float32.
         n_bins: Length of the result, see `_norm`.
     """
-    if any(x.device.type != "cpu" or type(x) is not Tensor or x.requires_grad for x in tensors):
+    if not all(map(_is_plain, tensors)):
         return None
     function = _library()
     if function is None:

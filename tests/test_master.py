@@ -197,7 +197,7 @@ def test_around_everything_it_is_a_part_of_the_kernel(dtype, n_bits, backend):
         got = run_step(step, given, grads, state)
         assert same(got, wanted)
         assert got[1].error["w"] is state.error["w"]
-        assert step.graphs >= 2  # an update that is called as it is needs one only, to add
+        assert step.graphs >= 2 or backend == "eager"  # an update that is called as it is needs one only, to add
     with pytest.raises((TypeError, ValueError), match="MasterWeightsState"):
         step(grads[0], fl.adamw(0.1).init(params), given)
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import functional_lowbit as fl
 
 
-def main(meeting: str) -> None:
+def main(meeting: str, backend: str) -> None:
     """Three steps of a Linear(512, 33), whose weight is cut into 17 and 16 rows; prints JSON."""
     faulthandler.dump_traceback_later(150, exit=True)
     warnings.simplefilter("error")
@@ -32,7 +32,7 @@ def main(meeting: str) -> None:
     tx = fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-3))
     params = dict(model.named_parameters())
     state = tx.init(params)
-    step = fl.compile(tx)
+    step = fl.compile(tx, backend=backend)
     inputs = torch.randn(8, 512)
     losses = []
     for _ in range(3):
@@ -65,4 +65,4 @@ def main(meeting: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

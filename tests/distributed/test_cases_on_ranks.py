@@ -24,7 +24,7 @@ def steps(
     shapes: tuple[tuple[int, ...], ...],
     cut: Callable[[Tensor], Tensor],
     n: int = 2,
-    way: str = "inductor",
+    way: str = "native",
     dtype: torch.dtype = torch.float32,
 ) -> tuple[dict[str, Any], Any]:
     """`n` steps of a clipped 8-bit AdamW on leaves "0", "1", …: params and state."""
@@ -103,7 +103,7 @@ CASE_3_ROWS = [(401, 401, 401, 398), (3, 3, 3, 1), (2, 2, 1, 0), (1, 1, 1, 0)]
 
 
 def case_3(dtype: torch.dtype) -> Any:
-    params, state = steps(CASE_3, w.shard, 2, "inductor", dtype)
+    params, state = steps(CASE_3, w.shard, 2, "native", dtype)
     saved = {k: x for k, x in fl.state_dict(state).items() if isinstance(x, DTensor)}
     return {
         "params": {k: (tuple(x.shape), x.stride(), x.placements) for k, x in params.items()},
@@ -119,7 +119,7 @@ def case_3(dtype: torch.dtype) -> Any:
 @four
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_case_3_global_shape_and_stride(world: World, alone: Callable[..., Any], dtype: torch.dtype) -> None:
-    plain = alone(plain_bits, CASE_3, 2, "inductor", dtype)
+    plain = alone(plain_bits, CASE_3, 2, "native", dtype)
     results = world.run(case_3, dtype)
     for rank, result in enumerate(results):
         assert result["rows"] == [rows[rank] for rows in CASE_3_ROWS]
@@ -156,7 +156,7 @@ def case_4(way: str, leaves: tuple[tuple[int, ...], ...]) -> Any:
 
 
 @four
-@pytest.mark.parametrize("way", ["inductor", "eager", "pure"])
+@pytest.mark.parametrize("way", ["native", "inductor", "eager", "pure"])
 @pytest.mark.parametrize("leaves", [CASE_4, ((1,), (1, 8192)), ((0, 5000),)], ids=str)
 def test_case_4_an_empty_last_shard_stops_nothing(
     world: World, alone: Callable[..., Any], way: str, leaves: tuple[tuple[int, ...], ...]
@@ -176,9 +176,10 @@ def test_case_4_an_empty_last_shard_stops_nothing(
 CASE_12 = Path(__file__).parent / "case_12.py"
 
 
-def test_case_12_the_same_job_twice_with_one_compile_cache(place: Path) -> None:
+@pytest.mark.parametrize("backend", ["native", "inductor"])
+def test_case_12_the_same_job_twice_with_one_compile_cache(place: Path, backend: str) -> None:
     """The whole job in fresh processes, as torchrun starts them; the second time with a warm cache on disk."""
-    outputs = [_torchrun(place / "case-12", place / f"case-12-meeting-{i}") for i in range(2)]
+    outputs = [_torchrun(place / f"case-12-{backend}", place / f"meeting-{backend}-{i}", backend) for i in range(2)]
     assert outputs[0] == outputs[1]
     first, second = outputs[0]
     assert (first["rows"], second["rows"]) == (17, 16)
@@ -187,14 +188,15 @@ def test_case_12_the_same_job_twice_with_one_compile_cache(place: Path) -> None:
     assert first["losses"][-1] < first["losses"][0]
 
 
-def _torchrun(cache: Path, meeting: Path) -> list[Any]:
+def _torchrun(cache: Path, meeting: Path, backend: str) -> list[Any]:
     # The cache of a second run must be of use, so the kernels' C++ is compiled into the same directory.
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    environment["FUNCTIONAL_LOWBIT_CACHE"] = str(cache / "native")
     root = str(CASE_12.parents[2])
     environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(CASE_12), str(meeting)],
+            [sys.executable, str(CASE_12), str(meeting), backend],
             env={**environment, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -240,7 +242,7 @@ def case_13(way: str, guarded: bool) -> Any:
     }
 
 
-@pytest.mark.parametrize(("world", "way"), [(2, "inductor"), (2, "pure"), (4, "eager")], indirect=["world"], ids=str)
+@pytest.mark.parametrize(("world", "way"), [(2, "native"), (2, "pure"), (4, "eager")], indirect=["world"], ids=str)
 def test_case_13_a_nan_on_one_rank_spoils_its_own_element(world: World, way: str) -> None:
     for result in world.run(case_13, way, False):
         assert result["nan"] == [[[1000, 7]], [[1000, 7]]]
@@ -248,7 +250,7 @@ def test_case_13_a_nan_on_one_rank_spoils_its_own_element(world: World, way: str
         assert result["step"] == 3
 
 
-@pytest.mark.parametrize(("world", "way"), [(2, "inductor"), (2, "pure"), (4, "eager")], indirect=["world"], ids=str)
+@pytest.mark.parametrize(("world", "way"), [(2, "native"), (2, "pure"), (4, "eager")], indirect=["world"], ids=str)
 def test_case_13_apply_if_finite_skips_the_step_on_every_rank(world: World, way: str) -> None:
     results = world.run(case_13, way, True)
     for result in results:

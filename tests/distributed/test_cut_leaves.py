@@ -76,7 +76,7 @@ def bound() -> float:
 def test_a_cut_leaf_trains(world: World, alone: Callable[..., Any], dims: int) -> None:
     exact = alone(sgd, "eager", 0, False)["params"]
     plain = alone(sgd, "eager", 0, True)["params"]
-    by_way = {way: world.run(sgd, way, dims, True) for way in ("inductor", "eager", "pure")}
+    by_way = {way: world.run(sgd, way, dims, True) for way in ("native", "eager", "pure")}
     first = by_way["pure"][0]
     for name, flat in exact.items():
         expected = flat.view(first["params"][name].shape)
@@ -96,7 +96,7 @@ def test_a_cut_leaf_trains(world: World, alone: Callable[..., Any], dims: int) -
             assert set(result["full"].values()) == {True}
             # Every rank holds as much as the largest, which is rank 0 for every leaf.
             assert result["state bytes"] <= 1.05 * results[0]["elements"]
-            assert result["graphs"] == {"inductor": 1, "eager": 0, "pure": None}[way]
+            assert result["graphs"] == {"native": 1, "eager": 0, "pure": None}[way]
 
 
 def in_four_bits() -> Any:

@@ -43,23 +43,23 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "if_finite": lambda: fl.apply_if_finite(fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2))),
 }
 
-WAYS = ("inductor", "eager", "pure")
+WAYS = ("native", "inductor", "eager", "pure")
 RUNS = [
     *(("clip_adamw8bit", way, torch.float32) for way in WAYS),
-    ("clip_adamw8bit", "inductor", torch.bfloat16),
+    ("clip_adamw8bit", "native", torch.bfloat16),
     ("clip_adamw8bit", "pure", torch.bfloat16),
-    ("dynamic8", "eager", torch.float32),  # inductor takes 100 s to compile its kernel
+    ("dynamic8", "native", torch.float32),
     ("dynamic8", "pure", torch.float32),
     ("bfloat16", "pure", torch.float32),
-    ("adamw4bit", "eager", torch.float32),
+    ("adamw4bit", "native", torch.float32),
     ("adamw4bit", "pure", torch.bfloat16),
     ("dynamic4", "pure", torch.float32),
-    ("adamwfp8", "eager", torch.float32),
-    ("lion8bit", "inductor", torch.float32),
+    ("adamwfp8", "native", torch.float32),
+    ("lion8bit", "native", torch.float32),
     ("lion8bit", "eager", torch.float32),
     ("sgd8bit", "pure", torch.float32),
-    ("fp32_adamw", "inductor", torch.float32),
-    ("if_finite", "inductor", torch.float32),
+    ("fp32_adamw", "native", torch.float32),
+    ("if_finite", "native", torch.float32),
     ("if_finite", "pure", torch.float32),
 ]
 
