@@ -156,7 +156,7 @@ def adam_update(m: Tensor, v: Tensor, t: int) -> Tensor:
 
 def error_row(entry: Entry, adam: dict[int, Trees], signs: dict[int, Trees]) -> dict[str, Any]:
     """Errors of one entry, pooled over all steps and leaves; `leaves` and `steps` have each one's own."""
-    wrong = dict.fromkeys(("both", "mu", "nu"), 0.0)
+    wrong: dict[str, float] = dict.fromkeys(("both", "mu", "nu"), 0.0)
     right, nbytes, numel, zeros, worst_change = 0.0, 0, 0, 0, 0.0
     leaves: dict[str, list[float]] = {}
     steps: dict[int, float] = {}
@@ -252,7 +252,8 @@ def curves(args: argparse.Namespace) -> dict[str, Any]:
     texts = byte_lm.read_sources()
     of_shape = model_args(size, steps, 0, args.batch)
     runs: dict[str, Any] = {"torch fused": None}
-    runs |= {name: adamw(of_shape, name) for name in ("float32", *fl.formats.names()) if name in args.formats}
+    wanted = ["float32", *(name for name in fl.formats.names() if name in args.formats)]
+    runs |= {name: adamw(of_shape, name) for name in wanted}
     runs |= {f"lion {name}": lion(of_shape, name) for name in ("float32", "companded8", "root4")}
     compiled = {name: None if tx is None else fl.compile(tx) for name, tx in runs.items()}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
@@ -279,9 +280,14 @@ def validation_loss(model: byte_lm.ByteLM, text: Tensor, args: argparse.Namespac
 
 
 # -------------------------------------------------------------------------------------------------------- main
+PARTS = {"errors": errors, "curves": curves}
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["errors", "curves"], choices=["errors", "curves"])
+    parser.add_argument(
+        "--parts", nargs="*", default=list(PARTS), help="what to measure; none: only write formats.json's tables again"
+    )
     parser.add_argument("--steps", type=int, help="of each training (default: 400 for errors, 240 for curves)")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each format")
     parser.add_argument("--sizes", default="study", choices=list(SIZES), help="of the models")
@@ -291,7 +297,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9, help="timings of each format")
     parser.add_argument("--no-timing", action="store_true")
     parser.add_argument("--out", default="docs", help="folder of the tables and pictures")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"--parts must be of {', '.join(PARTS)}; got {', '.join(unknown)}")
+    return args
 
 
 def main() -> None:
@@ -303,7 +312,7 @@ def main() -> None:
     for part in args.parts:
         print(report.machine("cpu"))
         start = time.perf_counter()
-        result = {"errors": errors, "curves": curves}[part](args)
+        result = PARTS[part](args)
         seconds = time.perf_counter() - start
         results[part] = {"command": report.command(sys.argv[1:], part), "seconds": seconds, **result}
         kept.write_text(json.dumps(report.rounded(results)) + "\n")

@@ -12,26 +12,17 @@ import torch
 from torch import Tensor
 
 from functional_lowbit.formats import Codec, Format, fp8, root4
-from functional_lowbit.formats._format import block_absmax
+from functional_lowbit.formats._format import SMALLEST_ABSMAX, block_absmax
 
 Read = Callable[[Tensor, bool, int | None], tuple[Tensor, int]]  # moment, signed?, block size -> what is read, bytes
 
 
 # ---------------------------------------------------------------------------------- other spacings, block-local
-def _bend(y: Tensor, a: float) -> Tensor:
-    """Softsign of any strength: [0, 1] -> [0, 1], with 1 + a times the slope at 0; a = 1 is companded8's."""
-    return (1 + a) * y / (1 + a * y)
-
-
-def _unbend(z: Tensor, a: float) -> Tensor:
-    return z / ((1 + a) - a * z)
-
-
+# Softsign of any strength bends y in [0, 1] to (1 + a) y / (1 + a y), whose slope at 0 is 1 + a times the average.
 def _encode_soft(x: Tensor, a: float, levels: int, zero: int) -> tuple[Tensor, Tensor]:
     scales = block_absmax(x)
-    k = torch.round(levels * _bend(x.abs() / scales, a))
-    codes = torch.where(x < 0, zero - k, zero + k)
-    return codes.to(torch.int8 if zero == 0 else torch.uint8), scales
+    k = torch.round(levels * ((1 + a) * x / (scales + a * x.abs())))
+    return (zero + k).to(torch.int8 if zero == 0 else torch.uint8), scales
 
 
 def _decode_soft(codes: Tensor, scales: Tensor | None, a: float, levels: int, zero: int) -> Tensor:
@@ -41,14 +32,16 @@ def _decode_soft(codes: Tensor, scales: Tensor | None, a: float, levels: int, ze
 
 
 def _encode_soft_root(x: Tensor, a: float, levels: int) -> tuple[Tensor, Tensor]:
-    scales = block_absmax(x).sqrt()
-    k = torch.round(levels * _bend(x.sqrt() / scales, a)).clamp_min(1.0)
-    return torch.where(x > 0, k, 0.0).to(torch.uint8), scales
+    root = x.sqrt()
+    scales = root.amax(-1, keepdim=True).clamp_min(SMALLEST_ABSMAX**0.5)
+    k = torch.round(levels * ((1 + a) * root / (scales + a * root)))
+    return torch.where((k < 1) & (root > 0), 1.0, k).to(torch.uint8), scales
 
 
 def _decode_soft_root(codes: Tensor, scales: Tensor | None, a: float, levels: int) -> Tensor:
     assert scales is not None
-    root = scales * _unbend(codes.float() * (1 / levels), a)
+    c = codes.float()
+    root = scales * (c / (levels * (1 + a) - a * c))
     return root * root
 
 
@@ -149,7 +142,7 @@ coat = Format(
     Codec(partial(_encode_coat, signed=False), _decode_coat, torch.uint8),
 )
 
-FORMATS = (soft(8, 3, 0), soft(8, 3, 1), soft(8, 3, 3), root8, coat, soft(4, 1, 1), soft(4, 1, 3))
+FORMATS = (soft(8, 2, 0), soft(8, 2, 1), soft(8, 3, 3), soft(8, 7, 7), root8, coat, soft(4, 1, 1), soft(4, 1, 3))
 """All but `soft(8, 1, 0)`, which is companded8."""
 
 

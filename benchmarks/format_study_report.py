@@ -17,6 +17,7 @@ import functional_lowbit as fl
 
 TIME_NOISE = 1.05  # a time that is shorter by less than this is not shorter
 COLORS = dict(zip(fl.formats.names(), map("C{}".format, range(10)), strict=False))
+TICKS = {"bytes_per_param": (1, 1.5, 2, 3, 4), "ratio": (1, 2, 3, 5, 10, 20, 50)}
 Row = dict[str, Any]
 
 
@@ -207,10 +208,14 @@ def draw_pareto(errors: Row, path: Path) -> None:
                 [r[key] for r in front], [r["both"] for r in front], s=90, facecolors="none", edgecolors=color, zorder=3
             )
             default = next((row for row in own if row["default"]), own[0])
-            place = {"textcoords": "offset points", "xytext": (6, 4), "fontsize": 7, "color": color}
-            axis.annotate(name, (default[key], default["both"]), **place)
+            place = {"xytext": (7, 4) if known else (-6, -3), "ha": "left" if known else "right"}
+            style = {"textcoords": "offset points", "fontsize": 7, "color": color}
+            axis.annotate(name, (default[key], default["both"]), **place, **style)
         axis.set(xscale="log", yscale="log", xlabel=title, ylabel="relative error of an AdamW update")
-        axis.grid(alpha=0.3, which="both")
+        axis.set_xticks(TICKS[key], map(str, TICKS[key]))
+        axis.minorticks_off()
+        axis.margins(x=0.15)
+        axis.grid(alpha=0.3)
     axes[0].set_title("circled: Pareto front (error, bytes, time); ×: candidates outside the library", fontsize=9)
     figure.savefig(path, dpi=130)
     plt.close(figure)
