@@ -16,7 +16,7 @@ def test_study_fills_the_marked_places(tmp_path: Path):
     for library in ("matplotlib", "tqdm"):
         pytest.importorskip(library)
     page = tmp_path / "formats.md"
-    page.write_text("before\n<!-- study:pareto -->\nold\n<!-- /study -->\nafter\n")
+    page.write_text("before\n<!-- study:pareto -->\nto be replaced\n<!-- /study -->\nafter\n")
     settings = "--sizes tiny --steps 2 --seeds 1 --batch 2 --no-timing --formats companded8"
     command = [sys.executable, str(ROOT / "benchmarks" / "format_study.py"), *settings.split(), "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
@@ -25,7 +25,7 @@ def test_study_fills_the_marked_places(tmp_path: Path):
     text = page.read_text()
     assert text.startswith("before\n<!-- study:pareto -->\n`python benchmarks/format_study.py")
     assert text.endswith("<!-- /study -->\nafter\n")
-    assert "old" not in text
+    assert "to be replaced" not in text
     assert all(f"| `{name}` |" in text for name in formats.names())
     assert "| `companded8` |" in (tmp_path / "formats-curves.md").read_text()
     assert (tmp_path / "formats_pareto.png").exists()
