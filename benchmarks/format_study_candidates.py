@@ -173,4 +173,4 @@ def rank1(levels: Callable[[Tensor], Tensor], store: Callable[..., tuple[Tensor,
 
 
 RANK1 = {"rank1 linear": _linear_without_zero, "rank1 root": _fourth_root}
-"""lpmm's second moment (Li et al., 2023, https://arxiv.org/abs/2309.01507, section 4.2), and with root4's spacing."""
+"""lpmm's second moment (Li et al., 2023, https://arxiv.org/abs/2309.01507), and with root4's spacing."""

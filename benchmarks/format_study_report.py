@@ -196,6 +196,7 @@ def draw_pareto(errors: Row, path: Path) -> None:
     axes = list(axes[0])
     keys = [("bytes_per_param", "state, bytes per parameter"), ("ratio", "step time / torch fused fp32 AdamW")]
     for axis, (key, title) in zip(axes, keys, strict=False):
+        labelled: set[str] = set()  # softs lie on one another
         for name in dict.fromkeys(row["name"] for row in rows):
             own = [row for row in rows if row["name"] == name and key in row]
             if not own:
@@ -210,7 +211,10 @@ def draw_pareto(errors: Row, path: Path) -> None:
             default = next((row for row in own if row["default"]), own[0])
             place = {"xytext": (7, 4) if known else (-6, -3), "ha": "left" if known else "right"}
             style = {"textcoords": "offset points", "fontsize": 7, "color": color}
-            axis.annotate(name, (default[key], default["both"]), **place, **style)
+            family = name.split("(")[0]
+            if family not in labelled:
+                axis.annotate(family, (default[key], default["both"]), **place, **style)
+            labelled.add(family)
         axis.set(xscale="log", yscale="log", xlabel=title, ylabel="relative error of an AdamW update")
         axis.set_xticks(TICKS[key], map(str, TICKS[key]))
         axis.minorticks_off()
