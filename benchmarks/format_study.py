@@ -1,7 +1,7 @@
 """The study behind the default formats: errors on real moments, bytes, times, and losses of whole trainings.
 
-    python benchmarks/format_study.py --out docs              # about 20 minutes on 2 idle CPU cores
-    python benchmarks/format_study.py --parts errors --no-timing --steps 40 --out /tmp/study
+    python benchmarks/format_study.py --out docs              # about 15 minutes on 2 CPU cores
+    python benchmarks/format_study.py --parts errors --no-timing --steps 40 --out study
 
 Needs the demo's requirements. It fills the marked places of `formats.md` in the folder of `--out` (or writes a file for
 each, if there is no such page), draws `formats_pareto.png` and `formats_curves.png`, and keeps every number in
