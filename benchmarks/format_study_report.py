@@ -154,7 +154,8 @@ def candidates_section(errors: Row) -> str:
     rows.sort(key=lambda row: (row["bytes_per_param"] < 1.5, row["both"]))
     return (
         "Beside the formats with as many bits. `(front)`: no format of the library is as good in everything. First "
-        "moments of rank1 are `root4`'s.\n\n" + detail(rows, errors.get("timing"), errors["rows"])
+        "moments of rank1 are `root4`'s; it has no time, so error and bytes alone put it on the front.\n\n"
+        + detail(rows, errors.get("timing"), errors["rows"])
     )
 
 
