@@ -4,7 +4,6 @@ What crosses into `torch.compile` are plain, detached, local tensors: views of l
 numbers. DTensors, parameters with a `.grad`, tensor subclasses and Python floats stay outside, by construction.
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,76 +13,17 @@ from functional_lowbit import _check, _staging, _tree
 from functional_lowbit._apply import ROUNDINGS
 from functional_lowbit._backends import Kernel, kernel_for
 from functional_lowbit._base import GradientTransformation, Tree, call_update
-from functional_lowbit._grid import Grid
+from functional_lowbit._donate import apart, copy_leaf, into_old, storages
 from functional_lowbit._kernel import KernelKey, Stage
-from functional_lowbit._leafwise import Shared, as_sharded
 from functional_lowbit._low_bit import read_moments
-from functional_lowbit._noise import HALF, Noise, Start
+from functional_lowbit._noise import Noise, Start
 from functional_lowbit._program import GateOp, LeafOp, Op, OpaqueOp, Program, lower
 from functional_lowbit._quantized import QuantizedTensor
-from functional_lowbit.sharding import ShardSpec, local_of, wrap
-from functional_lowbit.transforms._master import MasterWeights, MasterWeightsState, local_codes, master_of
+from functional_lowbit._run import Run, block_size_of, codec_of, grid_of_moments, shapes_of, vector
+from functional_lowbit.sharding import ShardSpec, local_of
+from functional_lowbit.transforms._master import MasterWeights, MasterWeightsState, local_codes
 
 ONE = torch.ones((), dtype=torch.float32)
-
-
-@dataclass
-class _Run:
-    """One call of the step: the trees as lists of leaves."""
-
-    treedef: _tree.TreeDef
-    params: list[Tensor]  # as given
-    specs: list[ShardSpec | None]
-    locals: list[Tensor]  # this rank's part of each parameter
-    updates: list[Any]  # as given, or this rank's part; None where a leaf is skipped
-    codes: list[Any]  # for each leaf, the error bits of its master weights, as given; None if it has none
-    active: list[list[bool]]  # for each operation, for each leaf
-    states: list[Any]  # of each operation
-    moments: list[list[tuple[Any, ...]]]  # of each leaf operation, for each leaf
-    hypers: list[Any]  # of each leaf operation
-    extra: dict[str, Any]
-    as_given: bool = True  # whether updates are as given
-    shared: dict[int, Shared] = field(default_factory=dict)
-    gates: dict[int, Tensor] = field(default_factory=dict)
-    noise: Noise | None = None
-
-    def rounds(self, i: int) -> bool:
-        """Whether a leaf's new parameters are rounded stochastically."""
-        return self.noise is not None and self.locals[i].dtype in HALF and self.codes[i] is None
-
-    def update_tree(self, active: list[bool] | None = None, prepare: Any = None) -> Tree:
-        """The updates as the user would see them; None at leaves that are skipped or not active.
-
-        For `prepare`, those of master weights are in float32, as their update would see them, if that makes a
-        difference to it.
-        """
-        leaves = []
-        wide = prepare is not None and not getattr(prepare, "any_dtype", False)
-        for i, u in enumerate(self.updates):
-            if u is None or (active is not None and not active[i]):
-                leaves.append(None)
-            else:
-                u = u if self.as_given else wrap(u, self.specs[i])
-                leaves.append(u.float() if wide and self.codes[i] is not None else u)
-        return _tree.unflatten(self.treedef, leaves)
-
-    def param_tree(self, active: list[bool] | None = None) -> Tree:
-        """The parameters as given, or their masters; None at leaves that are not active."""
-        leaves = [p if c is None else master_of(p, c) for p, c in zip(self.params, self.codes, strict=True)]
-        if active is not None:
-            leaves = [p if a else None for p, a in zip(leaves, active, strict=True)]
-        return _tree.unflatten(self.treedef, leaves)
-
-    def take(self, updates: list[Any]) -> None:
-        """Go on with these updates, sharded like their parameters: what looks at them next may be a global norm."""
-        self.updates = [None if u is None else as_sharded(u, p)[0] for u, p in zip(updates, self.params, strict=True)]
-        self.as_given = True
-
-    def localize(self) -> None:
-        """Go over to this rank's part of each update."""
-        if self.as_given:
-            self.updates = [None if u is None else local_of(u) for u in self.updates]
-            self.as_given = False
 
 
 class Step:
@@ -116,7 +56,7 @@ class Step:
         """
         run = self._begin(grads, state, params, extra)
         if not self._donate:
-            params, state = _tree.map_leaves(_copy, params), _tree.map_leaves(_copy, state)
+            params, state = _tree.map_leaves(copy_leaf, params), _tree.map_leaves(copy_leaf, state)
             run = self._begin(grads, state, params, extra)
         inner = state if self._master is None else state.inner_state
         run.take(run.updates)
@@ -146,7 +86,7 @@ class Step:
         inner = self._program.rebuild(inner, iter(new_states))
         return params, inner if self._master is None else state._replace(inner_state=inner)
 
-    def _begin(self, grads: Tree, state: Any, params: Tree, extra: dict[str, Any]) -> _Run:
+    def _begin(self, grads: Tree, state: Any, params: Tree, extra: dict[str, Any]) -> Run:
         """Look at everything before anything is written."""
         speaker = "compile(tx)"
         leaves, treedef = _tree.flatten(params)
@@ -190,50 +130,50 @@ class Step:
         locals_ = [local_of(p) for p in leaves]
         if self._donate:
             _check.apart(speaker, paths, locals_)
-            if self._has_opaque and not _storages(state).isdisjoint(_storages(locals_)):
+            if self._has_opaque and not storages(state).isdisjoint(storages(locals_)):
                 raise ValueError(
                     f"{speaker}: the state shares memory with the parameters, which are donated; copy them in init, or "
                     "compile with donate=False"
                 )
         if self._noise is not None:
             self._noise.begin(state, paths)
-        return _Run(
+        return Run(
             treedef, leaves, specs, locals_, updates, codes, active, states, moments, hypers, extra, noise=self._noise
         )
 
-    def _flush(self, run: _Run, pending: list[int]) -> list[int]:
+    def _flush(self, run: Run, pending: list[int]) -> list[int]:
         """Run what is pending, since what comes next looks at its result."""
         if pending:
             self._run_leaf_ops(run, pending, apply=False)
         return []
 
-    def _grids_differ(self, run: _Run, pending: list[int], i: int) -> bool:
+    def _grids_differ(self, run: Run, pending: list[int], i: int) -> bool:
         """Whether a leaf's moments are blocked differently in an earlier operation (two `low_bit`s in one chain)."""
-        mine = [_block_size(m) for m in run.moments[i]]
+        mine = [block_size_of(m) for m in run.moments[i]]
         for j in pending:
             for a, b in zip(mine, run.moments[j], strict=True):
-                if a is not None and _block_size(b) not in (None, a):
+                if a is not None and block_size_of(b) not in (None, a):
                     return True
         return False
 
-    def _call_opaque(self, run: _Run, op: OpaqueOp, state: Any) -> Any:
+    def _call_opaque(self, run: Run, op: OpaqueOp, state: Any) -> Any:
         """Call an update whose inside is not known, on the trees that the user would see."""
         updates, new_state = call_update(op.update, run.update_tree(), state, run.param_tree(), run.extra)
         # What comes back may be a part of the old state or of the parameters, which are written to from here on.
-        written = _storages(state) | _storages(run.params)
+        written = storages(state) | storages(run.params)
         us = _check.same_structure("compile(tx)", "updates", run.treedef, updates)
         _check.updates("compile(tx)", _tree.names(run.treedef), us, run.params)
-        run.take([_apart(u, written) for u in us])
-        return _into_old(new_state, state, written)
+        run.take([apart(u, written) for u in us])
+        return into_old(new_state, state, written)
 
-    def _run_leaf_ops(self, run: _Run, pending: list[int], apply: bool) -> None:
+    def _run_leaf_ops(self, run: Run, pending: list[int], apply: bool) -> None:
         """Run neighbouring leaf functions as one kernel, and add the updates to the parameters if asked."""
         run.localize()
         groups: dict[Any, list[int]] = {}
         for i, update in enumerate(run.updates):
             if update is not None:
                 ops = tuple(j for j in pending if run.active[j][i])
-                codecs = tuple(tuple(_codec(m) for m in run.moments[j][i]) for j in ops)
+                codecs = tuple(tuple(codec_of(m) for m in run.moments[j][i]) for j in ops)
                 place = run.locals[i]
                 rounds = apply and run.rounds(i)
                 fused = rounds and self._start(run, ops, i) is not None
@@ -253,13 +193,13 @@ class Step:
             kernel = self._used.get(key)
             if kernel is None:
                 kernel = self._used[key] = kernel_for(key, self._backend)
-            scalars = _vector(
+            scalars = vector(
                 [ONE]
                 + [g.float() for g in run.gates.values()]
                 + [x for j in ops for x in run.shared[j].scalars.values()],
                 device,
             )
-            shaped = [True, True, *(s for cs in codecs for c in cs for s in _shaped(c))]
+            shaped = [True, True, *(s for cs in codecs for c in cs for s in shapes_of(c))]
             shaped += [False] * 3 if stochastic else []
             shaped += [True] if bits else []
             if not in_place:
@@ -277,12 +217,12 @@ class Step:
                 assert run.noise is not None
                 run.noise.round_(run.locals[i], out, i, run.params[i].shape, run.specs[i])
 
-    def _start(self, run: _Run, ops: tuple[int, ...], i: int) -> Start | None:
+    def _start(self, run: Run, ops: tuple[int, ...], i: int) -> Start | None:
         """Where the noise of a leaf's blocks starts."""
         assert run.noise is not None
-        return run.noise.start(run.params[i].shape, run.specs[i], _grid(run, ops, i))
+        return run.noise.start(run.params[i].shape, run.specs[i], grid_of_moments(run, ops, i))
 
-    def _leaf(self, run: _Run, ops: tuple[int, ...], i: int, out: Tensor | None, start: Start | None) -> _staging.Leaf:
+    def _leaf(self, run: Run, ops: tuple[int, ...], i: int, out: Tensor | None, start: Start | None) -> _staging.Leaf:
         """A leaf with all its tensors, in the kernel's order."""
         tensors = [run.updates[i], run.locals[i]]
         for j in ops:
@@ -298,14 +238,14 @@ class Step:
             tensors.append(local_codes(run.codes[i], run.params[i]))
         if out is not None:
             tensors.append(out)
-        return _staging.Leaf(_grid(run, ops, i) if start is None else start.grid, tuple(tensors))
+        return _staging.Leaf(grid_of_moments(run, ops, i) if start is None else start.grid, tuple(tensors))
 
     def _rule(self, j: int) -> Any:
         op = self._ops[j]
         assert isinstance(op, LeafOp)
         return op.rule
 
-    def _write_shared(self, run: _Run, new_states: list[Any]) -> None:
+    def _write_shared(self, run: Run, new_states: list[Any]) -> None:
         """Let counters and other shared state go on, where the gates are open."""
         for i, op in enumerate(self._ops):
             if isinstance(op, OpaqueOp):
@@ -328,70 +268,6 @@ def _unwrap_master(update: Any) -> tuple[MasterWeights | None, Any]:
     if isinstance(update, MasterWeights):
         return update, update.inner.update
     return None, update
-
-
-def _codec(moment: Any) -> Any:
-    """The codec of a stored moment; None for float32."""
-    return moment.format.codec(moment.layout.signed) if isinstance(moment, QuantizedTensor) else None
-
-
-def _shaped(codec: Any) -> tuple[bool, ...]:
-    """For each tensor of a moment, whether it has the leaf's shape."""
-    return (True,) if codec is None or codec.parts == 1 else (False, False)
-
-
-def _block_size(moments: tuple[Any, ...]) -> int | None:
-    """The block size of a leaf's moments; None if none has scales."""
-    return next((m.block_size for m in moments if isinstance(m, QuantizedTensor) and m.format.scaled), None)
-
-
-def _grid(run: _Run, ops: tuple[int, ...], i: int) -> Grid | None:
-    """The grid of a leaf's moments; None if none has scales."""
-    for j in ops:
-        for moment in run.moments[j][i]:
-            if isinstance(moment, QuantizedTensor) and moment.format.scaled:
-                return moment.layout.local_grid()
-    return None
-
-
-def _vector(scalars: list[Tensor], device: torch.device) -> Tensor:
-    """0-d tensors, wherever they are, as one float32 vector on a device."""
-    if all(x.device == scalars[0].device for x in scalars):
-        return torch.stack(scalars).to(device)
-    return torch.stack([x.to(device) for x in scalars])
-
-
-def _copy(x: Any) -> Any:
-    """A copy of a leaf with the same sharding."""
-    return wrap(local_of(x).clone(), ShardSpec.of(x)) if isinstance(x, Tensor) else x
-
-
-def _storages(tree: Tree) -> set[int]:
-    """The memory that a tree's tensors lie in."""
-    tensors = (local_of(x) for x in _tree.leaves(tree) if isinstance(x, Tensor))
-    return {x.untyped_storage().data_ptr() for x in tensors if x.numel()}
-
-
-def _apart(x: Any, written: set[int]) -> Any:
-    """The tensor, or a copy if it lies in memory that will be written to."""
-    return _copy(x) if isinstance(x, Tensor) and _storages(x) & written else x
-
-
-def _into_old(new: Any, old: Any, written: set[int]) -> Any:
-    """Write a new state into the buffers of the old one, if they fit each other."""
-    new_leaves, new_def = _tree.flatten(new)
-    old_leaves, old_def = _tree.flatten(old)
-    if new_def != old_def:
-        return _tree.unflatten(new_def, [_apart(n, written) for n in new_leaves])
-    # A new leaf may be another old leaf: a queue moves its entries on by one.
-    new_leaves = [n if n is o else _apart(n, written) for n, o in zip(new_leaves, old_leaves, strict=True)]
-    for n, o in zip(new_leaves, old_leaves, strict=True):
-        if not (isinstance(n, Tensor) and isinstance(o, Tensor) and n.shape == o.shape and n.dtype == o.dtype):
-            return _tree.unflatten(new_def, new_leaves)
-    for n, o in zip(new_leaves, old_leaves, strict=True):
-        if n is not o:
-            local_of(o).copy_(local_of(n))
-    return old
 
 
 def compile(

@@ -12,7 +12,7 @@ import functional_lowbit as fl
 
 PACKAGE = Path(fl.__file__).parent
 FLOORS = {
-    0: {"_base", "_numerics", "_split", "rounding", "_cpp_ops", "_cpp_library"},
+    0: {"_base", "_numerics", "_split", "rounding", "_cpp_ops", "_cpp_library", "_cpp_text"},
     1: {"_tree", "_grid", "formats._format", "_cpp_source", "_cpp_norm"},
     2: {"_check", "sharding"} | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
     3: {"formats", "_index", "_norm", "_parts", "schedules"},
@@ -20,8 +20,9 @@ FLOORS = {
     5: {"_low_bit", "_recipe", "_apply", "_noise", "_program", "_kernel", "_staging", "_checkpoint", "_describe"},
     6: {"_native", "transforms._chain", "transforms._clip", "transforms._masked", "transforms._scale"},
     7: {"_backends", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"},
-    8: {"_compile", "transforms._adam", "transforms._lion"},
-    9: {"", "transforms"},  # what users import
+    8: {"_run", "_donate", "transforms._adam", "transforms._lion"},
+    9: {"_compile"},
+    10: {"", "transforms"},  # what users import
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 DOORS = {  # who may use what
