@@ -21,13 +21,19 @@ SOURCE = """\
 #include <omp.h>
 
 enum { EXPONENTS = 278, INFINITE = EXPONENTS, NOT_A_NUMBER, BINS };  // as in _norm.py
-enum { LANES = 16 };
+enum { LANES = 16, SUMS = 4 };  // four sums of sixteen lanes each, which do not wait for each other
+typedef float Lanes __attribute__((vector_size(4 * LANES)));
 
-static inline float value(const float* x) { return *x; }
-static inline float value(const uint16_t* x) {  // bfloat16
-    const uint32_t u = (uint32_t)*x << 16;
-    float y;
-    memcpy(&y, &u, 4);
+static inline Lanes values(const float* x) {
+    Lanes y;
+    memcpy(&y, x, sizeof y);
+    return y;
+}
+static inline Lanes values(const uint16_t* x) {  // bfloat16
+    Lanes y;
+    uint32_t u[LANES];
+    for (int l = 0; l < LANES; l++) u[l] = (uint32_t)x[l] << 16;
+    memcpy(&y, u, sizeof y);
     return y;
 }
 
@@ -46,24 +52,46 @@ static inline void put(double* bins, float s) {
     }
 }
 
-// Sixteen sums side by side, then added in pairs: an order that only the block decides.
+// Sums side by side, then added in pairs: an order that only the block decides.
 template <class T> static inline float block_sum(const T* x, int64_t n) {
-    float sums[LANES] = {0};
+    Lanes sums[SUMS] = {};
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int l = 0; l < LANES; l++) sums[l] += value(x + i + l) * value(x + i + l);
-    for (int l = 0; i < n; i++, l++) sums[l] += value(x + i) * value(x + i);
+    for (; i + SUMS * LANES <= n; i += SUMS * LANES) {
+        #pragma GCC unroll 4
+        for (int k = 0; k < SUMS; k++) {
+            const Lanes v = values(x + i + k * LANES);
+            sums[k] += v * v;
+        }
+    }
+    #pragma GCC unroll 4
+    for (int k = 0; i < n && k < SUMS; i += LANES, k++) {
+        T rest[LANES] = {};
+        memcpy(rest, x + i, (n - i < LANES ? n - i : LANES) * sizeof(T));
+        const Lanes v = values(rest);
+        sums[k] += v * v;
+    }
+    const Lanes all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    float sum[LANES];
+    memcpy(sum, &all, sizeof sum);
+    #pragma GCC unroll 4
     for (int half = LANES / 2; half; half /= 2)
-        for (int l = 0; l < half; l++) sums[l] += sums[l + half];
-    return sums[0];
+        for (int l = 0; l < half; l++) sum[l] += sum[l + half];
+    return sum[0];
 }
 
 template <class T>
 static void leaf_bins(double* bins, const T* x, int64_t rows, int64_t length, int64_t block, int64_t t, int64_t of) {
     const int64_t per_row = (length + block - 1) / block, blocks = rows * per_row;
-    for (int64_t b = blocks * t / of; b < blocks * (t + 1) / of; b++) {
-        const int64_t start = b % per_row * block, left = length - start;
-        put(bins, block_sum(x + b / per_row * length + start, left < block ? left : block));
+    int64_t b = blocks * t / of, start = per_row ? b % per_row * block : 0;
+    const T* at = x + (per_row ? b / per_row : 0) * length;
+    for (const int64_t end = blocks * (t + 1) / of; b < end; b++) {
+        const int64_t left = length - start;
+        put(bins, block_sum(at + start, left < block ? left : block));
+        start += block;
+        if (start >= length) {
+            start = 0;
+            at += length;
+        }
     }
 }
 

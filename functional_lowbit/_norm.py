@@ -1,6 +1,7 @@
 """The global norm, the same number on every mesh."""
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -42,11 +43,17 @@ def global_norm(tree: Tree) -> Tensor:
     if not leaves:
         return torch.zeros((), dtype=torch.float32)
     bins = sum_over_shards([(part_of(x), ShardSpec.of(x)) for x in leaves], _square_bins)
-    exponents = torch.arange(EXPONENTS, dtype=torch.float64, device=bins.device) - (148 + 24)
-    total = (bins[:EXPONENTS] * torch.exp2(exponents)).sum()
+    total = torch.dot(bins[:EXPONENTS], _bin_values(bins.device))
     total = torch.where(bins[INFINITE] > 0, float("inf"), total)
     total = torch.where(bins[NOT_A_NUMBER] > 0, float("nan"), total)
     return total.sqrt().float()
+
+
+@lru_cache(maxsize=8)
+def _bin_values(device: torch.device) -> Tensor:
+    """What a 1 in each bin stands for: float64[EXPONENTS]."""
+    with torch.inference_mode(False):
+        return torch.exp2(torch.arange(EXPONENTS, dtype=torch.float64, device=device) - (148 + 24))
 
 
 def _square_bins(tensors: Sequence[Tensor]) -> Tensor:
