@@ -22,6 +22,7 @@ CTYPES = {
     torch.int32: "int32_t",
     torch.int64: "int64_t",
 }
+HALF = {torch.bfloat16: "as_bf16", torch.float16: "as_f16"}  # and how a float is rounded to one
 
 ARITHMETIC = {
     "add": "({0} + {1})",
@@ -75,9 +76,11 @@ def name_of(node: fx.Node) -> str:
     return f"v_{node.name}"
 
 
-def ctype_of(node: fx.Node) -> str:
-    """The C++ type of a node's value."""
-    return CTYPES[node.meta["val"].dtype]
+def ctype_of(dtype: torch.dtype) -> str:
+    """The C++ type of a value while it is worked on: narrow ones are widened."""
+    if dtype in HALF:
+        return "float"
+    return "int32_t" if dtype.itemsize < 4 and dtype != torch.bool else CTYPES[dtype]
 
 
 def operation_of(node: fx.Node) -> str:
@@ -94,6 +97,8 @@ def expression(node: fx.Node) -> str:
         root = _root_in_double(args[0], dtype)
         return f"__builtin_sqrtf({name_of(root)})" if root is not None else cast(args[0], dtype)
     if name == "view" and isinstance(args[1], torch.dtype):
+        if min(dtype.itemsize, args[0].meta["val"].dtype.itemsize) < 4:  # type: ignore[union-attr]
+            raise Unsupported(f"{node.target} of {dtype}")
         return f"bitcast<{CTYPES[dtype]}>({name_of(args[0])})"  # type: ignore[arg-type]
     if name == "where":
         return f"({cast(args[0], torch.bool)} ? {cast(args[1], dtype)} : {cast(args[2], dtype)})"
@@ -101,7 +106,7 @@ def expression(node: fx.Node) -> str:
         a, b = (x.meta["val"] if isinstance(x, fx.Node) else x for x in args)
         common = torch.result_type(a, b)  # type: ignore[arg-type]
         return f"({cast(args[0], common)} {COMPARISONS[name]} {cast(args[1], common)})"
-    if dtype in (torch.bfloat16, torch.float16):
+    if dtype in HALF:
         raise Unsupported(f"{node.target} in {dtype}")
     if name == "clamp":
         x = cast(args[0], dtype)
@@ -132,18 +137,18 @@ def cast(x: Any, dtype: torch.dtype) -> str:
     own, name = x.meta["val"].dtype, name_of(x)
     if own == dtype:
         return name
-    if own == torch.bfloat16:
-        own, name = torch.float32, f"wide({name})"
+    if own in HALF:
+        own = torch.float32
         if dtype == torch.float32:
             return name
-    if dtype == torch.bfloat16:
-        return f"narrow((float){name})"
+    if dtype in HALF:
+        return f"{HALF[dtype]}((float){name})"
     if dtype == torch.bool:
         return f"({name} != 0)"
     if own == torch.bool:  # a plain cast would not be vectorized
         return f"({name} ? {literal(1, dtype)} : {literal(0, dtype)})"
     if own.is_floating_point and dtype in (torch.uint8, torch.int8, torch.int16):
-        return f"({CTYPES[dtype]})(int32_t){name}"
+        return f"(int32_t){name}"  # it is in range, or torch does not say what it becomes
     return f"({CTYPES[dtype]}){name}"
 
 
@@ -151,7 +156,7 @@ def literal(value: Any, dtype: torch.dtype) -> str:
     """A Python number as C++, rounded to the dtype as torch rounds it."""
     if dtype == torch.bool:
         return "true" if value else "false"
-    if dtype in (torch.bfloat16, torch.float16):
+    if dtype in HALF:
         raise Unsupported(f"a constant of {dtype}")
     if not dtype.is_floating_point:
         return f"(({CTYPES[dtype]}){int(value)})"

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from functional_lowbit._cpp_ops import (
     CTYPES,
+    HALF,
     Unsupported,
     cast,
     ctype_of,
@@ -84,6 +85,7 @@ class _Block:
         self.argument: dict[fx.Node, int] = {}  # of placeholders
         self.vector: Any = None  # the placeholder of the scalars
         self.outputs: list[fx.Node] = []
+        self.apart: list[int] = []  # arguments that the function being written reads into arrays of their own
         self._seen: dict[Any, fx.Node] = {}
         for node in graph.nodes:
             self._add(node)
@@ -118,7 +120,7 @@ class _Block:
         if self.arguments[i].kind in ("block", "leaf"):
             self._put(node, "block", 0, f"a{i}[0]")
         else:
-            self._put(node, "element", 0, f"{self._array(i)}[j]")
+            self._put(node, "element", 0, "")  # its text depends on the block, see `_declare`
 
     def _add_call(self, node: fx.Node) -> None:
         same = (node.target, node.args, tuple(node.kwargs.items()))
@@ -220,21 +222,36 @@ class _Block:
     # --- the text
 
     def text(self) -> str:
-        """All that follows the prelude."""
+        """All that follows the prelude: two functions for a block, and the one that calls them.
+
+        A loop with a byte in it is vectorized for 64 elements at a time, and what is left over is done one by one. That
+        is fastest for blocks of a multiple of 64; for others, bytes are widened in a loop of their own.
+        """
+        functions = [*self._function("even_block", widen=False), *self._function("any_block", widen=True)]
+        driver = DRIVER.format(
+            columns=4 + len(self.arguments),
+            arrays=len(self.kept) + len(self.arguments),
+            pointers=(",\n" + " " * 22).join(self._pointer(i) for i in range(len(self.arguments))),
+        )
+        return "\n".join(functions) + driver
+
+    def _function(self, name: str, widen: bool) -> list[str]:
         pointers = [f"{CTYPES[a.dtype]}* const __restrict__ a{i}" for i, a in enumerate(self.arguments)]
+        self.apart = [i for i, a in enumerate(self.arguments) if _is_apart(a, widen)]
         lines = [
-            "static inline void block(const int64_t n, const int64_t width, const int64_t half, char* const scratch,",
-            "                         const int64_t step, const float* const scalars,",
-            "                         " + (",\n" + " " * 25).join(pointers) + ") {",
+            f"static inline void {name}(const int64_t n, const int64_t width, const int64_t half, char* const scratch,",
+            "    const int64_t step, const float* const scalars, " + ", ".join(pointers) + ") {",
         ]
-        codes = [i for i, a in enumerate(self.arguments) if a.packed]
         for at, node in enumerate(self.kept):
-            t = ctype_of(node)
+            t = ctype_of(node.meta["val"].dtype)
             lines.append(f"    {t}* const __restrict__ k_{node.name} = ({t}*)(scratch + {at} * step);")
-        for at, i in enumerate(codes, len(self.kept)):
-            lines.append(f"    uint8_t* const __restrict__ c{i} = (uint8_t*)(scratch + {at} * step);")
-            lines.append(f"    for (int64_t j = 0; j < half; j++) c{i}[j] = a{i}[j] & 15;")
-            lines.append(f"    for (int64_t j = half; j < width; j++) c{i}[j] = a{i}[j - half] >> 4;")
+        for at, i in enumerate(self.apart, len(self.kept)):
+            dtype = self.arguments[i].dtype
+            t = ctype_of(dtype) if widen or dtype in HALF else CTYPES[dtype]
+            lines.append(f"    {t}* const __restrict__ c{i} = ({t}*)(scratch + {at} * step);")
+        for node, i in self.argument.items():
+            if i in self.apart:
+                lines += ["    " + line for line in self._widen(node, i)]
         lines += [f"    {self._declare(n)}" for n in self.code if self.domain[n] == "scalar"]
         for loop in range(self.n_loops + 1):
             lines += [
@@ -245,15 +262,33 @@ class _Block:
         for value, i in zip(self.outputs, self.places, strict=True):
             if self.arguments[i].kind == "block":
                 lines.append(f"    a{i}[0] = {cast(value, self.arguments[i].dtype)};")
-        for i in codes:
-            lines.append(f"    for (int64_t j = 0; j < width - half; j++) a{i}[j] = c{i}[j] | (c{i}[half + j] << 4);")
-            lines.append(f"    if (width & 1) a{i}[half - 1] = c{i}[half - 1] | (c{i}[0] << 4);")
-        driver = DRIVER.format(
-            columns=4 + len(self.arguments),
-            arrays=max(len(self.kept) + len(codes), 1),
-            pointers=(",\n" + " " * 22).join(self._pointer(i) for i in range(len(self.arguments))),
-        )
-        return "\n".join([*lines, "}", ""]) + driver
+        for i in dict.fromkeys(i for _, i in self.stores):
+            if i in self.apart:
+                lines += ["    " + line for line in self._narrow(i)]
+        return [*lines, "}", ""]
+
+    def _widen(self, node: fx.Node, i: int) -> list[str]:
+        """A block of narrow numbers, read into an array of its own."""
+        if not self.uses[node]:
+            return []
+        if self.arguments[i].packed:
+            return [
+                f"for (int64_t j = 0; j < half; j++) c{i}[j] = a{i}[j] & 15;",
+                f"for (int64_t j = half; j < width; j++) c{i}[j] = a{i}[j - half] >> 4;",
+            ]
+        read = f"wide(a{i}[j])" if self.arguments[i].dtype == torch.bfloat16 else f"a{i}[j]"
+        return [f"for (int64_t j = 0; j < n; j++) c{i}[j] = {read};"]
+
+    def _narrow(self, i: int) -> list[str]:
+        """The way back."""
+        if self.arguments[i].packed:
+            return [
+                f"for (int64_t j = 0; j < width - half; j++) a{i}[j] = c{i}[j] | (c{i}[half + j] << 4);",
+                f"if (width & 1) a{i}[half - 1] = c{i}[half - 1] | (c{i}[0] << 4);",
+            ]
+        dtype = self.arguments[i].dtype
+        write = f"narrow(c{i}[j])" if dtype == torch.bfloat16 else f"({CTYPES[dtype]})c{i}[j]"
+        return [f"for (int64_t j = 0; j < n; j++) a{i}[j] = {write};"]
 
     def _loop_text(self, loop: int) -> list[str]:
         before: list[str] = []
@@ -268,10 +303,10 @@ class _Block:
                     if node in self.kept:
                         body.append(f"k_{node.name}[j] = {name_of(node)};")
                 else:
-                    body.append(f"const {ctype_of(node)} {name_of(node)} = k_{node.name}[j];")
+                    body.append(f"const {ctype_of(node.meta['val'].dtype)} {name_of(node)} = k_{node.name}[j];")
         for value, i in self.stores:
             if self.loop[value] == loop:
-                body.append(f"{self._array(i)}[j] = {cast(value, self.arguments[i].dtype)};")
+                body.append(f"{self._element(i)} = {cast(value, self.arguments[i].dtype)};")
         pragma = "#pragma omp simd" + "".join(f" reduction({clause})" for clause in clauses)
         lines = [*before, pragma, "for (int64_t j = 0; j < n; j++) {", *("    " + line for line in body), "}"]
         return ["    " + line for line in lines]
@@ -293,10 +328,11 @@ class _Block:
             body.append(f"{r}_nan |= {x} != {x};")
 
     def _declare(self, node: fx.Node) -> str:
-        return f"const {ctype_of(node)} {name_of(node)} = {self.code[node]};"
+        code = self.code[node] or self._element(self.argument[node])
+        return f"const {ctype_of(node.meta['val'].dtype)} {name_of(node)} = {code};"
 
-    def _array(self, i: int) -> str:
-        return f"{'c' if self.arguments[i].packed else 'a'}{i}"
+    def _element(self, i: int) -> str:
+        return f"{'c' if i in self.apart else 'a'}{i}[j]"
 
     def _pointer(self, i: int) -> str:
         kind = "half" if self.arguments[i].packed else self.arguments[i].kind
@@ -308,3 +344,10 @@ class _Block:
             "leaf": "0",
         }[kind]
         return f"({CTYPES[self.arguments[i].dtype]}*)leaf[{4 + i}] + {offset}"
+
+
+def _is_apart(a: Argument, widen: bool) -> bool:
+    """Whether a block of this tensor is worked on in an array of its own."""
+    if a.kind not in ("element", "code"):
+        return False
+    return a.packed or a.dtype in HALF or (widen and a.dtype.itemsize < 4)

@@ -26,6 +26,8 @@ static inline bf16 narrow(float x) {
     const uint32_t nearest = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     return x != x ? 0x7fc0 : nearest;
 }
+static inline float as_bf16(float x) { return wide(narrow(x)); }
+static inline float as_f16(float x) { return (float)(_Float16)x; }
 """
 
 DRIVER = """
@@ -52,7 +54,8 @@ extern "C" void run(const int64_t* const table, const int64_t n_leaves, const fl
             int64_t row = first / per_row, k = first % per_row;
             for (int64_t b = first; b < leaf[0] && todo > 0; b++, todo--) {{
                 const int64_t left = length - k * width;
-                block(left < width ? left : width, width, half, scratch, step, scalars,
+                (width % 64 == 0 && left >= width ? even_block : any_block)(
+                      left < width ? left : width, width, half, scratch, step, scalars,
                       {pointers});
                 if (++k == per_row) {{
                     k = 0;
