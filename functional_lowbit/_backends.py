@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Sequence
+from threading import RLock
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from functional_lowbit import _staging
 from functional_lowbit._cpp_library import NoCompiler
 from functional_lowbit._cpp_ops import Unsupported
-from functional_lowbit._kernel import KernelKey, example, make_kernel
+from functional_lowbit._kernel import KernelKey, count_moments, example, make_kernel
 from functional_lowbit._native import NativeKernel
 
 RECOMPUTE = {"realize_reads_threshold": 16, "realize_opcount_threshold": 60, "realize_acc_reads_threshold": 16}
@@ -39,6 +40,7 @@ class TorchKernel:
 
     def __init__(self, key: KernelKey, backend: str):
         self.graphs = 0
+        self._lengths_at = 2 + count_moments(key) if key.blocked else None
         self._function = function = make_kernel(key)
         if backend == "eager":
             return
@@ -60,11 +62,16 @@ class TorchKernel:
 
     def run(self, leaves: Iterable[_staging.Leaf], shaped: Sequence[bool], scalars: Tensor) -> None:
         """Work on leaves in place, in views and copies of the shapes that were compiled for."""
-        leaves = (_staging.each_block(leaf, shaped) for leaf in leaves)
-        _staging.run(leaves, shaped, lambda t: self._function(t[0], t[1], scalars, *t[2:]))
+        each, kinds = (_staging.each_block(leaf, shaped) for leaf in leaves), shaped
+        if self._lengths_at is not None:
+            at = self._lengths_at
+            each = (_staging.with_lengths(_staging.each_block(leaf, shaped), at) for leaf in leaves)
+            kinds = [*shaped[:at], False, *shaped[at:]]
+        _staging.run(each, kinds, lambda t: self._function(t[0], t[1], scalars, *t[2:]))
 
 
 _kernels: dict[tuple[KernelKey, str | None], Kernel] = {}
+_making = RLock()  # tracing is for one thread at a time
 
 
 def kernel_for(key: KernelKey, backend: str | None) -> Kernel:
@@ -80,7 +87,10 @@ def kernel_for(key: KernelKey, backend: str | None) -> Kernel:
     """
     kernel = _kernels.get((key, backend))
     if kernel is None:
-        kernel = _kernels[key, backend] = _make(key, backend)
+        with _making:
+            kernel = _kernels.get((key, backend))
+            if kernel is None:
+                kernel = _kernels[key, backend] = _make(key, backend)
     return kernel
 
 

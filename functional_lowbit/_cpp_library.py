@@ -8,10 +8,12 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -32,18 +34,18 @@ def load(source: str) -> ctypes.CDLL:
     Raises:
         NoCompiler: if there is no g++ (or what `CXX` names), or it fails.
     """
-    compiler, version = _compiler()
-    key = "\0".join([source, version, *FLAGS, _processor()])
     try:
+        compiler, version = _compiler()
+        key = "\0".join([source, *compiler, version, *FLAGS, _processor()])
         path = _folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
         if not path.exists():
             _build_alone(compiler, source, path)
         return ctypes.CDLL(str(path))
-    except OSError as error:  # a full disk, or a library that was built elsewhere
-        raise NoCompiler(f"a library cannot be kept or loaded: {error}") from error
+    except OSError as error:  # a full disk, a library that was built elsewhere, a compiler that is none
+        raise NoCompiler(f"a library cannot be built or loaded: {error}") from error
 
 
-def _build_alone(compiler: str, source: str, path: Path) -> None:
+def _build_alone(compiler: Sequence[str], source: str, path: Path) -> None:
     import fcntl  # found on Linux only, as is the compiler
 
     with open(path.with_suffix(".lock"), "w") as lock:
@@ -52,29 +54,31 @@ def _build_alone(compiler: str, source: str, path: Path) -> None:
             _build(compiler, source, path)
 
 
-def _build(compiler: str, source: str, path: Path) -> None:
+def _build(compiler: Sequence[str], source: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         text, made = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
         text.write_text(source)
         done = subprocess.run(
-            [compiler, *FLAGS, str(text), "-o", str(made)], capture_output=True, text=True, check=False
+            [*compiler, *FLAGS, str(text), "-o", str(made)], capture_output=True, text=True, check=False
         )
         if done.returncode:
-            raise NoCompiler(f"{compiler} {' '.join(FLAGS)} failed:\n{done.stderr[-2000:]}")
+            raise NoCompiler(f"{' '.join([*compiler, *FLAGS])} failed:\n{done.stderr[-2000:]}")
+        with open(made, "rb+") as file:
+            os.fsync(file.fileno())  # a library that a crash cut short would end every later run
         os.replace(made, path)
 
 
 @lru_cache(maxsize=1)
-def _compiler() -> tuple[str, str]:
-    """The compiler's path, and what it says of itself."""
+def _compiler() -> tuple[list[str], str]:
+    """The command, and what the compiler says of itself."""
     if sys.platform != "linux":
         raise NoCompiler(f"not tried on {sys.platform}")
-    wanted = os.environ.get("CXX") or "g++"
-    path = shutil.which(wanted)
+    command = shlex.split(os.environ.get("CXX") or "g++")
+    path = shutil.which(command[0])
     if path is None:
-        raise NoCompiler(f"no C++ compiler {wanted} on the PATH")
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-    return path, done.stdout
+        raise NoCompiler(f"no C++ compiler {command[0]} on the PATH")
+    done = subprocess.run([path, *command[1:], "--version"], capture_output=True, text=True, check=False)
+    return [path, *command[1:]], done.stdout
 
 
 @lru_cache(maxsize=1)
@@ -91,15 +95,12 @@ def _processor() -> str:
 def _folder() -> Path:
     """Where libraries are kept: nobody else may write there, since what lies there is run."""
     chosen = os.environ.get("FUNCTIONAL_LOWBIT_CACHE")
-    base = (
-        Path(chosen)
-        if chosen
-        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "functional_lowbit"
-    )
     try:
-        base.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(base, os.W_OK):
-            return base
-    except (OSError, RuntimeError):
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = (Path(chosen) if chosen else caches / "functional_lowbit").resolve()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
         pass
     return Path(tempfile.mkdtemp(prefix="functional_lowbit_"))

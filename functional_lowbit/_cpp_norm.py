@@ -127,10 +127,15 @@ def _library() -> Any:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether a tensor is memory of the CPU that nothing but its numbers is asked of: no graph, no vmap."""
-    if x.device.type != "cpu" or type(x) is not Tensor or x.requires_grad:
+    """Whether a tensor is memory of the CPU that nothing but its numbers is asked of: no graph, no vmap, no tangent."""
+    if x.device.type != "cpu" or type(x) is not Tensor or x.requires_grad or is_functorch_wrapped_tensor(x):
         return False
-    return not is_functorch_wrapped_tensor(x)
+    return x.numel() == 0 or x.data_ptr() != 0
+
+
+def _is_watched() -> bool:
+    """Whether operations are traced, faked, or differentiated forward."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch.autograd.forward_ad._current_level >= 0
 
 
 def square_bins(tensors: Sequence[Tensor], block: int, n_bins: int) -> Tensor | None:
@@ -141,17 +146,18 @@ def square_bins(tensors: Sequence[Tensor], block: int, n_bins: int) -> Tensor | 
         block: Elements of a row (the dimensions after the first) that are summed in float32.
         n_bins: Length of the result, see `_norm`.
     """
-    if not all(map(_is_plain, tensors)):
+    if _is_watched() or not all(map(_is_plain, tensors)):
         return None
     function = _library()
     if function is None:
         return None
+    tensors = [x.resolve_neg() for x in tensors]
     tensors = [x if x.dtype in DTYPES and x.is_contiguous() else x.float().contiguous() for x in tensors if x.numel()]
     table = array("q")
     for x in tensors:
         rows, size = (1, 1) if x.ndim < 2 else (x.shape[0], block)
         table.extend((DTYPES[x.dtype], rows, x.numel() // rows, size, x.data_ptr()))
-    bins = torch.zeros(n_bins, dtype=torch.float64)
+    bins = torch.zeros(n_bins, dtype=torch.float64, device="cpu")
     threads = torch.get_num_threads() if sum(x.numel() for x in tensors) >= _cpp_library.SMALL else 1
     if tensors:
         function(table.buffer_info()[0], len(tensors), bins.data_ptr(), threads)

@@ -106,8 +106,12 @@ def expression(node: fx.Node) -> str:
         a, b = (x.meta["val"] if isinstance(x, fx.Node) else x for x in args)
         common = torch.result_type(a, b)  # type: ignore[arg-type]
         return f"({cast(args[0], common)} {COMPARISONS[name]} {cast(args[1], common)})"
-    if dtype in HALF:
-        raise Unsupported(f"{node.target} in {dtype}")
+    if dtype in HALF or node.kwargs:
+        raise Unsupported(f"{node.target} in {dtype}, {node.kwargs}")
+    if name in ("clamp_min", "clamp_max") and isinstance(args[1], fx.Node):
+        name = "maximum" if name == "clamp_min" else "minimum"
+    if name.startswith("clamp") and any(isinstance(bound, float) and isnan(bound) for bound in args[1:]):
+        raise Unsupported(f"{node.target} by NaN")
     if name == "clamp":
         x = cast(args[0], dtype)
         # A bound that is a tensor may be NaN, and then the result is; one that is a number is not.
@@ -121,7 +125,7 @@ def expression(node: fx.Node) -> str:
         return FLOAT_ONLY[name][dtype == torch.float64].format(*[cast(a, dtype) for a in args])
     if name == "bitwise_not" and dtype == torch.bool:
         name = "logical_not"
-    if name not in ARITHMETIC or node.kwargs or len(args) > 2:
+    if name not in ARITHMETIC or len(args) > 2:
         raise Unsupported(str(node.target))
     if name in ("div", "reciprocal") and not dtype.is_floating_point:
         raise Unsupported(f"{node.target} of integers")
@@ -137,6 +141,8 @@ def cast(x: Any, dtype: torch.dtype) -> str:
     own, name = x.meta["val"].dtype, name_of(x)
     if own == dtype:
         return name
+    if dtype.is_floating_point and _was_float(x):
+        raise Unsupported("a float cast to an integer and back")  # which g++ takes for trunc, and that has a -0
     if own in HALF:
         own = torch.float32
         if dtype == torch.float32:
@@ -150,6 +156,13 @@ def cast(x: Any, dtype: torch.dtype) -> str:
     if own.is_floating_point and dtype in (torch.uint8, torch.int8, torch.int16):
         return f"(int32_t){name}"  # it is in range, or torch does not say what it becomes
     return f"({CTYPES[dtype]}){name}"
+
+
+def _was_float(x: fx.Node) -> bool:
+    """Whether a value is an integer that was cast from a float."""
+    if x.target != torch.ops.aten._to_copy.default or x.meta["val"].dtype in (torch.bool, *HALF):
+        return False
+    return not x.meta["val"].dtype.is_floating_point and x.args[0].meta["val"].dtype.is_floating_point  # type: ignore[union-attr]
 
 
 def literal(value: Any, dtype: torch.dtype) -> str:

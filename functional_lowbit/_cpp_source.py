@@ -65,8 +65,13 @@ def source(
     Raises:
         Unsupported: for an operation whose bits are not fixed, or that is not elementwise in blocks.
     """
-    args = [torch.ones((N, 1 if a.kind in ("block", "leaf") else B), dtype=a.dtype) for a in arguments[:n_inputs]]
-    graph = make_fx(compute)(*args[:2], torch.ones(n_scalars), *args[2:]).graph
+    shapes = [(N, 1 if a.kind in ("block", "leaf") else B) for a in arguments[:n_inputs]]
+    args = [torch.ones(s, dtype=a.dtype, device="cpu") for s, a in zip(shapes, arguments, strict=False)]
+    scalars = torch.ones(n_scalars, dtype=torch.float32, device="cpu")
+    try:
+        graph = make_fx(compute)(*args[:2], scalars, *args[2:]).graph
+    except RuntimeError as error:  # for instance, a number is asked for: float(c.lr)
+        raise Unsupported(f"it cannot be traced: {error}") from error
     return PRELUDE + _Block(graph, arguments, places).text()
 
 
@@ -123,7 +128,7 @@ class _Block:
             self._put(node, "element", 0, "")  # its text depends on the block, see `_declare`
 
     def _add_call(self, node: fx.Node) -> None:
-        same = (node.target, node.args, tuple(node.kwargs.items()))
+        same = (node.target, repr(node.args), repr(node.kwargs))  # as text: 2 is not 2.0, nor 0.0 the same as -0.0
         if same in self._seen:
             node.replace_all_uses_with(self._seen[same])
             return

@@ -5,6 +5,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -31,6 +32,12 @@ class Grid(NamedTuple):
     def padding(self) -> int:
         """Zeros that are put behind each row."""
         return self.blocks_per_row * self.block - self.row_length
+
+    def lengths(self, device: torch.device) -> Tensor:
+        """Elements of each block without its padding: int32[n_blocks, 1]."""
+        lengths = torch.full((self.rows, self.blocks_per_row), self.block, dtype=torch.int32, device=device)
+        lengths[:, -1:] -= self.padding
+        return lengths.view(-1, 1)
 
     def to_blocks(self, x: Tensor) -> Tensor:
         """[*shape] -> [n_blocks, block]: a view of a contiguous tensor without padding, else a copy."""

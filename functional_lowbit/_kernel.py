@@ -56,7 +56,8 @@ def make_compute(key: KernelKey, in_place: bool) -> Callable[..., list[Tensor]]:
     """`compute(g, p, scalars, *moments) -> [*new moments, new p or u]`, pure.
 
     `scalars` is float32[1 + n_gates + all stages' scalars]: a 1, then the gates (1 open, 0 closed), then the scalars.
-    `moments` are, stage by stage and field by field, codes and scales, or the one unscaled tensor. For stochastic
+    `moments` are, stage by stage and field by field, codes and scales, or the one unscaled tensor. In place and in
+    blocks, the number of elements of each block follows, int32[n, 1]: the others are padding. For stochastic
     rounding, `rounding.Words` of each block's first element, int32[n, 1] each, follow them. For master weights, the
     codes of the errors follow; where the update is applied, the new codes come before the new p.
 
@@ -67,6 +68,7 @@ def make_compute(key: KernelKey, in_place: bool) -> Callable[..., list[Tensor]]:
     """
     n_gates = key.n_gates
     records = tuple(record(stage.scalars) for stage in key.stages)
+    n_moments, padded = count_moments(key), in_place and key.blocked
 
     def read(x: Tensor, scalars: Tensor) -> Tensor:
         # A leaf function may return what it was given, as another moment or as the update. Where the buffer could be
@@ -79,6 +81,8 @@ def make_compute(key: KernelKey, in_place: bool) -> Callable[..., list[Tensor]]:
         if key.master_bits:
             p32 = read_master(p.float(), rest[-1], p.dtype)
         at, scalar_at = 0, 1 + n_gates
+        lane = torch.arange(g.shape[-1], dtype=torch.int32, device=g.device)
+        real = lane < rest[n_moments] if padded else None
         outs: list[Tensor] = []
         for (update_leaf, state_class, names, codecs, scalar_names, gates), c_class in zip(
             key.stages, records, strict=True
@@ -104,6 +108,8 @@ def make_compute(key: KernelKey, in_place: bool) -> Callable[..., list[Tensor]]:
             for gate in gates:
                 u = torch.where(is_open[gate], u, 0.0)
             for name, parts, codec, value in zip(names, places, codecs, news, strict=True):
+                if real is not None and codec is not None and codec.parts == 2:
+                    value = torch.where(real, value, 0.0)  # what a leaf function makes of padding is in no block
                 kept = [is_open[gate] for gate in gates]
                 if codec is not None and not codec.idempotent:
                     kept.append((value != fields[name]).any(dim=-1, keepdim=True))
@@ -120,12 +126,17 @@ def make_compute(key: KernelKey, in_place: bool) -> Callable[..., list[Tensor]]:
         if key.apply:
             u = p.to(torch.promote_types(p.dtype, torch.float32)) + u
         if key.stochastic:
-            low, high, counter = rest[at : at + 3]
-            noise = bits(low, high, counter + torch.arange(g.shape[-1], dtype=torch.int32, device=g.device))
+            low, high, counter = rest[n_moments + padded : n_moments + padded + 3]
+            noise = bits(low, high, counter + lane)
             u = stochastic_round(u, p.dtype, noise)
         return [*outs, u.to(p.dtype) if key.apply else u]
 
     return compute
+
+
+def count_moments(key: KernelKey) -> int:
+    """How many tensors the moments rest in."""
+    return sum(1 if codec is None else codec.parts for stage in key.stages for codec in stage.codecs)
 
 
 def make_kernel(key: KernelKey) -> Callable[..., None]:
@@ -133,8 +144,7 @@ def make_kernel(key: KernelKey) -> Callable[..., None]:
 
     The arguments are those of `compute`. Moments, and `p` or `out`, are written.
     """
-    compute, apply = make_compute(key, in_place=True), key.apply
-    n_moments = sum(1 if c is None else c.parts for stage in key.stages for c in stage.codecs)
+    compute, apply, n_moments = make_compute(key, in_place=True), key.apply, count_moments(key)
 
     def kernel(g: Tensor, p: Tensor, scalars: Tensor, *rest: Tensor) -> None:
         places = (*rest[:n_moments], *(rest[-1:] if apply and key.master_bits else ()), p if apply else rest[-1])
@@ -174,6 +184,8 @@ def example(key: KernelKey) -> tuple[list[Tensor], list[tuple[Tensor, int]]]:
             else:
                 add((n, codec.width(block)), codec.dtype, codec.stored_zero)
                 add((n, 1), torch.float32, codec.zero_scale)
+    if key.blocked:
+        add((n, 1), torch.int32, block)
     for _ in range(3 if key.stochastic else 0):
         add((n, 1), torch.int32)
     if key.master_bits:

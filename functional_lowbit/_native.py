@@ -3,6 +3,7 @@
 import ctypes
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,13 @@ from functional_lowbit._kernel import KernelKey, make_compute
 from functional_lowbit._split import CODE_DTYPES
 from functional_lowbit._staging import Leaf
 
+PLAIN = (Tensor, torch.nn.Parameter)  # others may have no memory of their own
 FLAT_BLOCK = 1024  # elements worked on together where no moment has blocks
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether a tensor's numbers are what lies at its address."""
+    return type(x) in PLAIN and x.data_ptr() != 0 and not x.is_neg()
 
 
 class NativeKernel:
@@ -48,6 +55,9 @@ class NativeKernel:
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
         self._run.restype = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "NativeKernel":
+        return self  # it has no state, and its code cannot be copied
+
     def run(self, leaves: Iterable[Leaf], shaped: Sequence[bool], scalars: Tensor) -> None:
         """Work on leaves in place.
 
@@ -68,8 +78,8 @@ class NativeKernel:
             grid = leaf.grid or Grid(1, size, FLAT_BLOCK, -(-size // FLAT_BLOCK))
             table.extend((grid.n_blocks, grid.row_length, grid.block, grid.blocks_per_row))
             for i, x in enumerate(leaf.tensors):
-                if not x.is_contiguous():
-                    original, x = x, x.contiguous()
+                if not x.is_contiguous() or (i < 2 and not _is_plain(x)):
+                    original, x = x, torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x)
                     if i:
                         copies.append((original, x))
                     else:

@@ -25,6 +25,8 @@ def global_norm(tree: Tree) -> Tensor:
     The sum of squares is taken over whole rows and added exactly, so that the result is bit-equal for every split of
     dimension 0 and for every number of ranks. A replicated leaf counts once. All ranks must call it together.
 
+    Squares are float32: the norm of a block of 256 numbers is 0 below 1e-23 or so, and Inf above 1.8e19.
+
     Args:
         tree: Any pytree of floating-point tensors and DTensors; meshes and placements may differ. None is passed over.
 

@@ -87,9 +87,9 @@ def read_master(p: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
 def step_to(p: Tensor, new_p: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
     """The update that takes a parameter to its new value when it is added in float32; and codes for where that is.
 
-    A new value below 2**-16 of the old one may be out of reach, since the float32 sum ends at 2**-24 of the old one.
-    Then the parameter becomes what the sum rounds to, and its code is 0. The master is off by half of its last place
-    before the step.
+    A new value below 2**-16 of the old one (float16: 2**-13) may be out of reach, since the float32 sum ends at 2**-24
+    of the old one. Then the parameter becomes what the sum rounds to, and its code is 0. The master is off by half of
+    its last place before the step, and half of the new parameter's.
 
     Args:
         p: bfloat16 or float16.

@@ -43,6 +43,13 @@ def each_block(leaf: Leaf, shaped: Sequence[bool]) -> Leaf:
     return Leaf(leaf.grid, tuple(tensors))
 
 
+def with_lengths(leaf: Leaf, at: int) -> Leaf:
+    """A leaf with the lengths of its blocks in front of tensor `at`."""
+    assert leaf.grid is not None
+    lengths = leaf.grid.lengths(leaf.tensors[0].device)
+    return Leaf(leaf.grid, (*leaf.tensors[:at], lengths, *leaf.tensors[at:]))
+
+
 def run(leaves: Iterable[Leaf], shaped: Sequence[bool], call: Callable[[list[Tensor]], None]) -> None:
     """Call the kernel for leaves that share it.
 

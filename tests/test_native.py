@@ -1,9 +1,11 @@
 """The generated C++: the bits of torch, for every operation, shape and special number; else another backend."""
 
+import copy
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,13 +45,16 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "maximum": lambda x, y: torch.maximum(x, y) + torch.minimum(x, y),
     "clamp": lambda x, y: x.clamp(-1, 2) + y.clamp_min(0.5) + y.clamp_max(3),
     "clamp by tensors": lambda x, y: torch.clamp(x, min=y, max=y + 1),
+    "bounds that are tensors": lambda x, y: x.clamp_min(y) + torch.clamp_max(x, y),
+    "equal numbers of other types": lambda x, y: (x.view(torch.int32) * 2).view(torch.float32) * 2.0 + y * 2,
+    "zeros of both signs": lambda x, y: torch.where(x > 5, x, 0.0) + 1 / torch.where(x > 5, x, -0.0),
     "comparisons": lambda x, y: (
         ((x < y) | (x <= 1) & ~(x > y) ^ (y >= 2)).float() + (x == y).float() + (x != 0).float()
     ),
     "logical": lambda x, y: torch.logical_and(x > 0, torch.logical_not(y > 0)).float(),
     "bits": lambda x, y: (((x.view(torch.int32) >> 3) & 0x7FFFF) ^ (y.view(torch.int32) << 2)).float(),
     "wrapping": lambda x, y: (x.view(torch.int32) * 0x7FEB352D + 5).view(torch.float32),
-    "casts": lambda x, y: x.clamp(0, 200).to(torch.uint8).float() + y.clamp(-99, 99).to(torch.int8).to(torch.int32),
+    "casts": lambda x, y: (x > y).to(torch.uint8).float() + (y.view(torch.int32) >> 25).to(torch.int8).to(torch.int32),
     "bool arithmetic": lambda x, y: (x > 0) * y + (y > 0).to(torch.int32),
     "bfloat16": lambda x, y: x.to(torch.bfloat16).float() + y,
     "float16": lambda x, y: x.to(torch.float16).float() + y,
@@ -157,7 +162,15 @@ def _mean(g: Tensor, s: Any, p: Tensor, c: Any) -> Any:
     return g - g.mean(dim=-1, keepdim=True), s
 
 
-@pytest.mark.parametrize("leaf", [_exp, _fused, _mean])
+def _decimals(g: Tensor, s: Any, p: Tensor, c: Any) -> Any:
+    return torch.round(g * 0.3, decimals=2), s
+
+
+def _to_int_and_back(g: Tensor, s: Any, p: Tensor, c: Any) -> Any:
+    return (g * 0.3 - 1).to(torch.int32).float(), s  # -0.0 and 0.0 come back as 0.0
+
+
+@pytest.mark.parametrize("leaf", [_exp, _fused, _mean, _decimals, _to_int_and_back])
 def test_what_the_generator_does_not_know_is_compiled_by_inductor(leaf):
     tx = fl.leafwise(leaf, needs_params=True)
     params = {"w": torch.ones(20)}
@@ -173,6 +186,77 @@ def test_native_by_name_says_what_it_does_not_know():
     step = fl.compile(tx, backend="native")
     message = "compile: backend 'native' cannot be used: aten.exp.default"
     refuses(NotImplementedError, message, lambda: step(params, tx.init(params), params))
+
+
+class One(NamedTuple):
+    """One moment."""
+
+    mu: fl.Signed
+
+
+def _not_zero_at_zero(g: Tensor, s: One, p: Tensor, c: Any) -> Any:
+    mu = 0.5 * s.mu + g - 3.0
+    return -0.1 * mu, s._replace(mu=mu)
+
+
+@pytest.mark.parametrize("format", ["companded8", "dynamic8", "root4"])
+@pytest.mark.parametrize("backend", ["native", "eager", "inductor"])
+def test_padding_is_in_no_block(backend, format):
+    tx = fl.low_bit(fl.leafwise(_not_zero_at_zero, state=One), format, min_size=0)
+    params = {"w": torch.zeros(5, 257), "v": torch.zeros(64, 256)}
+    grads = [fl.tree.map(lambda x, t=t: 3 + 0.1 * x, random_like(params, seed=t)) for t in range(3)]
+    wanted = run_pure(tx, params, grads)
+    got = run_step(fl.compile(tx, backend=backend), clone(params), grads, tx.init(params))
+    assert same([q.dequantize() for q in got[1].mu.values()], [q.dequantize() for q in wanted[1].mu.values()])
+    assert same(got[0], wanted[0])
+
+
+def test_gradients_that_are_not_plain_memory():
+    tx = fl.sgd(1.0)
+    negative = torch.tensor([[3 + 4j, 1 - 2j]]).conj().imag
+    assert negative.is_neg()
+    for grad in (negative, torch._efficientzerotensor((1, 2)), torch.ones(1, 1).expand(1, 2)):
+        params = [{"w": torch.zeros(1, 2)} for _ in range(2)]
+        for p, backend in zip(params, ("native", "eager"), strict=True):
+            fl.compile(tx, backend=backend)({"w": grad}, tx.init(p), p)
+        assert same(*params)
+        fl.global_norm({"w": grad})
+
+
+def test_the_default_dtype_and_device_change_nothing():
+    tx = fl.chain(fl.clip_by_global_norm(1.0), fl.low_bit(fl.leafwise(_not_zero_at_zero, state=One), min_size=17))
+    params = {"w": torch.ones(5, 20)}
+    wanted = run_pure(tx, params, [params])
+    torch.set_default_dtype(torch.float64)
+    try:
+        got = run_step(fl.compile(tx, backend="native", donate=False), params, [params], tx.init(params))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert same(got, wanted)
+    before = square_bins([params["w"]], 256, 280)
+    with torch.device("meta"):
+        assert torch.equal(square_bins([params["w"]], 256, 280), before)  # type: ignore[arg-type]
+
+
+def test_a_step_that_has_run_is_copied():
+    tx, params = fl.adamw8bit(0.1), {"w": torch.ones(64, 96)}
+    step = fl.compile(tx, backend="native", donate=False)
+    first = step(params, tx.init(params), params)
+    assert same(copy.deepcopy(step)(params, tx.init(params), params), first)
+
+
+def test_two_threads_build_their_first_kernels():
+    def train(rate: float) -> None:
+        tx, params = fl.low_bit(fl.sgd(rate, 0.9, nesterov=rate > 0.15), min_size=0), {"w": torch.ones(40, 30)}
+        results[rate] = fl.compile(tx, backend="native")(params, tx.init(params), {"w": torch.ones(40, 30)})[0]["w"]
+
+    results: dict[float, Tensor] = {}
+    threads = [threading.Thread(target=train, args=(rate,)) for rate in (0.1, 0.2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == [0.1, 0.2]
 
 
 def test_without_a_compiler_it_says_so_and_torch_does_it():

@@ -100,6 +100,8 @@ class MasterWeights(Part):
                 f"{speaker}: state.error[{path!r}] must be {words[0]} for a {p.dtype} parameter, got {words[1]}; the "
                 "state was made for other parameters or another number of bits"
             )
+        if isinstance(codes, Tensor) and not local_of(codes).is_contiguous():
+            raise ValueError(f"{speaker}: state.error[{path!r}] must be contiguous, as init makes it; copy it")
 
 
 def master_of(p: Tensor, codes: Any) -> Tensor:
@@ -189,8 +191,8 @@ def master_weights(tx: GradientTransformation, bits: int = 16) -> GradientTransf
 
     Returns:
         A transformation with a `MasterWeightsState`. A parameter is rounded with ties away from 0. A step to less than
-        2**-16 of the old parameter moves the master by up to half of its last place before the step. float16 masters
-        below 2**-14 are multiples of 2**-37 (16 bits) or 2**-32.
+        2**-16 of the old parameter (float16: 2**-13) moves the master by up to half of its last place before the step
+        and half of the new parameter's. float16 masters below 2**-14 are multiples of 2**-37 (16 bits) or 2**-32.
 
     Raises:
         ValueError: for another number of bits; at `update`, without params or with a state of other parameters.
