@@ -202,3 +202,18 @@ def test_state_survives_a_file_and_continues_bit_equal(name):
     loaded = fl.load_state_dict(tx.init(params), torch.load(file, weights_only=True))
     assert same(loaded, state)
     assert same(run_pure(tx, params, grads[1:], loaded), wanted)
+
+
+@pytest.mark.parametrize("format", fl.formats.names())
+def test_a_coordinate_without_gradient_never_moves(format):
+    """Zero is a code of every block, so what never had a gradient has no momentum, however large its neighbours are."""
+    tx = fl.low_bit(fl.chain(fl.scale_by_adam(), fl.scale(-0.1)), format)
+    params = random_like({"w": torch.empty(64, 257)}, seed=0)
+    before = clone(params)
+    still = torch.rand(64, 257, generator=torch.Generator().manual_seed(1)) < 0.3
+    step, state = fl.compile(tx, backend="native"), tx.init(params)
+    for t in range(5):
+        grads = {"w": torch.where(still, 0.0, random_like(params, seed=2 + t)["w"] * 10.0 ** (3 * t - 6))}
+        params, state = step(grads, state, params)
+    assert torch.equal(params["w"][still], before["w"][still])
+    assert (params["w"][~still] != before["w"][~still]).all()
