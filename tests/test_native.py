@@ -299,4 +299,5 @@ def test_sums_of_squares_are_exact_for_every_split():
     assert whole is not None
     parts = [square_bins([x[a:b]], 256, 280) for a, b in ((0, 1), (1, 30), (30, 64))]
     assert torch.equal(whole, sum(parts))  # type: ignore[arg-type]
+    # Blocks of 256 squares are summed in float32: a few roundings of 6e-8 each.
     torch.testing.assert_close(fl.global_norm(x).double(), x.double().norm(), rtol=1e-6, atol=0)
