@@ -137,7 +137,9 @@ SETUPS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], nn.Module
     "experts, fsdp": (experts, lambda m: fully_shard(m, mesh=w.mesh()), 1),
     "experts, fsdp on 1": (
         experts,
-        lambda m: fully_shard(m, mesh=w.mesh(), shard_placement_fn=lambda p: Shard(1) if p.shape[1:2] == (40,) else None),
+        lambda m: fully_shard(
+            m, mesh=w.mesh(), shard_placement_fn=lambda p: Shard(1) if p.shape[1:2] == (40,) else None
+        ),
         1,
     ),
     "experts on 0": (experts, spread(0), ALL),
