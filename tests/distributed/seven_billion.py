@@ -76,6 +76,7 @@ def main(rank: int, mesh_shape: tuple[int, ...]) -> None:
     rules = {name: fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-3, format=name)) for name in sys.argv[3:]}
     meta = placed(mesh, lambda shape: torch.empty(shape, dtype=bf16, device="meta"))
     params = placed(mesh, lambda shape: torch.zeros(shape, dtype=bf16))
+    grads = placed(mesh, lambda shape: torch.zeros(shape, dtype=bf16))
     # What comes with the first use: modules, caches, arenas, the compiled kernels.
     little = {"w": torch.zeros(64, 64, dtype=bf16), "b": torch.zeros(4, dtype=bf16)}
     steps = {name: fl.compile(tx) for name, tx in rules.items()}
@@ -99,10 +100,8 @@ def main(rank: int, mesh_shape: tuple[int, ...]) -> None:
             "parameters": report.parameters,
         }
         if name == sys.argv[3]:
-            grads = placed(mesh, lambda shape: torch.zeros(shape, dtype=bf16))
             seen["step"] = growth(lambda step=steps[name], state=state: step(grads, state, params))[0]
             seen["largest"] = max(p.to_local().numel() for p in params.values()) * 4
-            del grads
         del state, planned, codes
     print(json.dumps(seen), flush=True)
     dist.destroy_process_group()

@@ -60,6 +60,10 @@ def by_columns(p: Tensor) -> Shard:
     return Shard(1) if p.shape[-1] == 512 else Shard(0)
 
 
+def inside_experts(p: Tensor) -> Shard:
+    return Shard(1) if p.shape[1:2] == (40,) else Shard(0)
+
+
 def fsdp(**options: Any) -> Callable[[nn.Module], nn.Module]:
     def build(model: nn.Module) -> nn.Module:
         fully_shard(model[3], mesh=w.mesh(), **options)
