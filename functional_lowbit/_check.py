@@ -10,6 +10,7 @@ from torch import Tensor
 
 from functional_lowbit import _tree
 from functional_lowbit._base import Tree
+from functional_lowbit.sharding import ShardSpec
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -66,6 +67,7 @@ def params(speaker: str, paths: Sequence[str], leaves: Sequence[Any]) -> None:
                 f"{speaker}: params{_at(path)} must be float16, bfloat16, float32 or float64, got {leaf.dtype}; leave "
                 "it out of the tree or mask it with fl.masked"
             )
+        ShardSpec.of(leaf, f"{speaker}: params{_at(path)}")
 
 
 def updates(speaker: str, paths: Sequence[str], leaves: Sequence[Any], like: Sequence[Any]) -> None:

@@ -13,9 +13,10 @@ from torch import Tensor
 class Grid(NamedTuple):
     """A tensor seen as rows, and each row as blocks of one length.
 
-    A row is one index of dimension 0; a tensor with fewer than two dimensions is a single row. No block crosses a row,
-    so any split of dimension 0 over ranks leaves every block whole. A row that cannot be divided evenly is padded with
-    zeros behind its last block, by fewer elements than it has blocks.
+    A row is one index of dimension 0, or of the first dimensions if those behind them are long enough (`lead_of`); a
+    tensor with fewer than two dimensions is a single row. No block crosses a row, so any split of these dimensions over
+    ranks leaves every block whole. A row that cannot be divided evenly is padded with zeros behind its last block, by
+    fewer elements than it has blocks.
     """
 
     rows: int
@@ -51,22 +52,42 @@ class Grid(NamedTuple):
             return blocks.reshape(shape)
         return blocks.reshape(self.rows, -1)[:, : self.row_length].reshape(shape)
 
+    def part(self, rows: int, row_length: int) -> "Grid":
+        """The grid of a rank's part: some of the rows, or whole blocks of each."""
+        if rows * row_length == 0:
+            return Grid(0, row_length, 1, 0)
+        return Grid(rows, row_length, self.block, -(-row_length // self.block))
+
 
 def grid_of(shape: Sequence[int], block_size: int) -> Grid:
     """The grid of a shape. It depends on nothing else, so it is the same on every mesh.
 
     Args:
-        shape: Of the whole tensor, or of a shard that holds whole rows.
+        shape: Of the whole tensor, or of a shard whose blocks are its own.
         block_size: The longest block, >= 1.
     """
-    if len(shape) < 2:
-        rows, length = 1, prod(shape)
-    else:
-        rows, length = shape[0], prod(shape[1:])
+    lead = lead_of(shape, block_size)
+    rows, length = prod(shape[:lead]), prod(shape[lead:])
     if rows * length == 0:
         return Grid(0, length, 1, 0)
     block = _block_length(length, block_size)
     return Grid(rows, length, block, -(-length // block))
+
+
+def lead_of(shape: Sequence[int], block_size: int) -> int:
+    """How many dimensions, from the first, count rows; the others, flattened, are one row.
+
+    It is 1, or more if rows of the dimensions behind divide evenly into blocks of at least 5/8 of the block size: then
+    scales cost as little as they do for longer rows, and a mesh may split these dimensions too, as it does the second
+    one of expert weights (experts, in, out). A tensor with fewer than two dimensions is a single row.
+    """
+    if len(shape) < 2:
+        return 0
+    for lead in range(len(shape) - 1, 1, -1):
+        length = prod(shape[lead:])
+        if length and length % (block := _block_length(length, block_size)) == 0 and 8 * block >= 5 * block_size:
+            return lead
+    return 1
 
 
 @lru_cache(maxsize=4096)

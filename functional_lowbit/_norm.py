@@ -9,12 +9,13 @@ from torch import Tensor
 from functional_lowbit import _tree
 from functional_lowbit._base import Tree
 from functional_lowbit._cpp_norm import square_bins
+from functional_lowbit._grid import grid_of
 from functional_lowbit.sharding import ShardSpec, part_of, sum_over_shards
 
-# Floating-point sums depend on their order, and the order on the mesh. So each block of a row is summed in float32,
-# which no split of the rows can change, and the sums of blocks are then added exactly: float32 numbers of one exponent
-# are integers of 24 bits, and a float64 adds 2**29 of them without rounding. One bin for each exponent.
-BLOCK = 256  # elements that are summed in float32
+# Floating-point sums depend on their order, and the order on the mesh. So each block of the grid is summed in float32,
+# which no split between blocks can change, and the sums of blocks are then added exactly: float32 numbers of one
+# exponent are integers of 24 bits, and a float64 adds 2**29 of them without rounding. One bin for each exponent.
+BLOCK = 256  # elements that are summed in float32, at most
 EXPONENTS = 278  # frexp of a positive float32 gives -148 … 128
 INFINITE, NOT_A_NUMBER = EXPONENTS, EXPONENTS + 1  # two more bins, which count
 
@@ -22,8 +23,9 @@ INFINITE, NOT_A_NUMBER = EXPONENTS, EXPONENTS + 1  # two more bins, which count
 def global_norm(tree: Tree) -> Tensor:
     """The Euclidean norm of all leaves together.
 
-    The sum of squares is taken over whole rows and added exactly, so that the result is bit-equal for every split of
-    dimension 0 and for every number of ranks. A replicated leaf counts once. All ranks must call it together.
+    The sum of squares is taken over whole blocks and added exactly, so that the result is bit-equal for every split of
+    dimension 0, and for every other split that cuts no block of the grid, whatever the number of ranks. A replicated
+    leaf counts once. All ranks must call it together.
 
     Squares are float32: the norm of a block of 256 numbers is 0 below 1e-23 or so, and Inf above 1.8e19.
 
@@ -44,11 +46,23 @@ def global_norm(tree: Tree) -> Tensor:
     leaves = _tree.leaves(tree)
     if not leaves:
         return torch.zeros((), dtype=torch.float32)
-    bins = sum_over_shards([(part_of(x), ShardSpec.of(x)) for x in leaves], _square_bins)
+    specs = [ShardSpec.of(x, "global_norm") for x in leaves]
+    parts = [_in_blocks(part_of(x), tuple(x.shape), s) for x, s in zip(leaves, specs, strict=True)]
+    bins = sum_over_shards(list(zip(parts, specs, strict=True)), _square_bins)
     total = torch.dot(bins[:EXPONENTS], _bin_values(bins.device))
     total = torch.where(bins[INFINITE] > 0, float("inf"), total)
     total = torch.where(bins[NOT_A_NUMBER] > 0, float("nan"), total)
     return total.sqrt().float()
+
+
+def _in_blocks(local: Tensor, shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
+    """A rank's part as rows that are summed by blocks; one dimension stays one, where each element is a block."""
+    if len(shape) < 2 or local.numel() == 0:
+        return local
+    grid = grid_of(shape, BLOCK)
+    if grid.padding == 0 and (spec is None or spec.keeps_blocks(BLOCK)):
+        return local.reshape(-1, grid.block)
+    return local.reshape(local.shape[0], -1)
 
 
 @lru_cache(maxsize=8)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_lowbit import _tree, formats
-from functional_lowbit._grid import Grid, grid_of
+from functional_lowbit._grid import Grid, grid_of, lead_of
 from functional_lowbit.formats import Format
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
 
@@ -28,22 +28,27 @@ class Layout(NamedTuple):
         return self.shape if self.spec is None else self.spec.local_shape()
 
     def local_grid(self) -> Grid:
-        """The grid of this rank's part. Where rows are whole it is a part of the global grid."""
-        return self._grid_of_shard(self.local_shape())
+        """The grid of this rank's part: a part of the whole tensor's, unless the mesh cuts blocks."""
+        if self.spec is None:
+            return grid_of(self.shape, self.block_size)
+        if self.cut:
+            return self._own_grid(self.local_shape())
+        lead, local = lead_of(self.shape, self.block_size), self.local_shape()
+        return grid_of(self.shape, self.block_size).part(prod(local[:lead]), prod(local[lead:]))
 
-    def _grid_of_shard(self, shape: tuple[int, ...]) -> Grid:
-        """The grid of a shard. One whose rows the mesh cut to less than half a block counts as a single row.
+    def _own_grid(self, shape: tuple[int, ...]) -> Grid:
+        """The grid of a shard whose blocks the mesh cuts. One with rows of less than half a block is a single row.
 
         Else a shard of columns of one element would have a scale for each, which takes more room than float32, and
         blocks of one element, for which the compiler makes a graph of their own.
         """
         grid = grid_of(shape, self.block_size)
-        return grid_of((prod(shape),), self.block_size) if self.cut and 2 * grid.row_length < self.block_size else grid
+        return grid_of((prod(shape),), self.block_size) if 2 * grid.row_length < self.block_size else grid
 
     @property
     def cut(self) -> bool:
-        """Whether the mesh cuts rows, so that blocks end at the shard's edge and not where the whole tensor's do."""
-        return self.spec is not None and self.format.scaled and not self.spec.keeps_rows
+        """Whether the mesh cuts blocks, so that they end at the shard's edge and not where the whole tensor's do."""
+        return self.spec is not None and self.format.scaled and not self.spec.keeps_blocks(self.block_size)
 
     def store(self, codes: Tensor, scales: Tensor | None) -> "QuantizedTensor":
         """Wrap this rank's codes [n_blocks, width] and scales [n_blocks, 1] (or unscaled codes, local shape)."""
@@ -63,15 +68,19 @@ class Layout(NamedTuple):
     def _place(self, blocks: Tensor, per_row: Callable[[Grid], int]) -> Tensor:
         """[n_blocks, any] of this rank -> a plain tensor, or a DTensor with a global shape of its own."""
         spec = self.spec
-        if spec is None or spec.keeps_rows:
+        if not self.cut:
             grid = grid_of(self.shape, self.block_size)
-            whole = (grid.rows, per_row(grid))
+            lead = lead_of(self.shape, self.block_size)
+            counted = self.shape[:lead] if grid.rows > 1 else (grid.rows,) * max(lead, 1)
+            whole = (*counted, per_row(grid))
             if spec is None:
                 return blocks.reshape(whole)
-            own = spec.like(whole)
+            dims = [d if d < lead else len(whole) - 1 if d == lead else None for d in range(len(self.shape))]
+            own = spec.moved(dims, whole)
             return own.wrap(blocks.reshape(own.local_shape()))
+        assert spec is not None
         # The longest shard is not always the one with most blocks: 768 is 3 x 256, 640 is 4 x 160.
-        grids = [self._grid_of_shard(shape) for shape in spec.local_shapes()]
+        grids = [self._own_grid(shape) for shape in spec.local_shapes()]
         own = spec.per_shard(max(grid.rows * per_row(grid) for grid in grids))
         padded = blocks.new_zeros(own.shape[-1])
         padded[: blocks.numel()] = blocks.flatten()

@@ -121,9 +121,11 @@ def _pieces(leaf: Leaf, shaped: Sequence[bool]) -> Iterator[Leaf]:
     rows = leaf.tensors[0].shape[0]
     if grid is None or grid.rows > 1:
         step = max(1, CHUNK * rows // leaf.numel)
+        each = 1 if grid is None else grid.rows // rows  # more than 1 where dimension 0 does not count rows alone
         for first in range(0, rows, step):
             last = min(first + step, rows)
-            yield _part(leaf, shaped, (first, last), grid and grid._replace(rows=last - first), (first, last))
+            part = grid and grid._replace(rows=(last - first) * each)
+            yield _part(leaf, shaped, (first, last), part, (first * each, last * each))
     else:
         step = max(1, CHUNK // grid.block)
         for first in range(0, grid.n_blocks, step):

@@ -5,6 +5,9 @@ All that knows of `torch.distributed` is in this module (and in the checkpoint's
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -12,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from functional_lowbit import _tree
+from functional_lowbit import _grid, _tree
 from functional_lowbit._base import Tree
 
 
@@ -23,7 +27,8 @@ class ShardSpec:
 
     Args:
         mesh: The device mesh.
-        placements: One placement for each mesh dimension; `Shard` or `Replicate`.
+        placements: One placement for each mesh dimension: `Shard`, `Replicate`, or the strided shard that
+            `fully_shard` makes of a tensor-parallel parameter.
         shape: Global shape.
         stride: Global stride, in elements.
 
@@ -39,32 +44,59 @@ class ShardSpec:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, x: Tensor) -> "ShardSpec | None":
+    def of(cls, x: Tensor, speaker: str = "ShardSpec.of") -> "ShardSpec | None":
         """The spec of a DTensor; None for a plain tensor.
 
+        Args:
+            x: Any tensor.
+            speaker: Who speaks in the error, and of which leaf.
+
         Raises:
-            ValueError: for a placement other than `Shard` and `Replicate`.
+            ValueError: for a placement other than `Shard` and `Replicate`, and for strided shards that are not one
+                piece of the tensor.
         """
         if not isinstance(x, DTensor):
             return None
         for placement in x.placements:
-            if not isinstance(placement, (Shard, Replicate)):
+            if not isinstance(placement, (Shard, _StridedShard, Replicate)):
                 raise ValueError(
-                    f"ShardSpec.of: placements must be Shard or Replicate, got {placement!r} in {tuple(x.placements)}; "
+                    f"{speaker}: placements must be Shard or Replicate, got {placement!r} in {tuple(x.placements)}; "
                     "redistribute the tensor first"
                 )
-        return cls(x.device_mesh, tuple(x.placements), tuple(x.shape), tuple(x.stride()))
+        spec = cls(x.device_mesh, tuple(x.placements), tuple(x.shape), tuple(x.stride()))
+        if not _in_one_piece(spec.shape, tuple(spec.mesh.shape), spec.placements):
+            raise ValueError(
+                f"{speaker}: each rank must hold one piece of the tensor, but {spec.placements} of shape {spec.shape} "
+                f"on a mesh of {tuple(spec.mesh.shape)} gives some rank several; redistribute the tensor first"
+            )
+        return spec
 
     @property
     def sharded_mesh_dims(self) -> tuple[int, ...]:
         """The mesh dimensions over which the tensor is split (and not repeated)."""
-        return tuple(i for i, p in enumerate(self.placements) if isinstance(p, Shard))
+        return tuple(i for i, p in enumerate(self.placements) if not isinstance(p, Replicate))
 
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether every rank holds whole rows, so that no block of a grid is cut."""
-        sharded = [self.placements[i] for i in self.sharded_mesh_dims]
-        return not sharded or (len(self.shape) > 1 and all(p.dim % len(self.shape) == 0 for p in sharded))
+    def parts_of(self, dim: int) -> int:
+        """Into how many parts the mesh splits a dimension of the tensor."""
+        return prod(self.mesh.size(i) for i in self.sharded_mesh_dims if self.placements[i].dim == dim)
+
+    def keeps_blocks(self, block_size: int) -> bool:
+        """Whether every rank holds whole blocks of the whole tensor's grid, and as many as a DTensor of blocks says.
+
+        So it is if only dimensions that count rows are split; and if the first dimension behind them is split evenly,
+        on the edges of blocks.
+
+        Args:
+            block_size: Of the grid: the longest block.
+        """
+        lead = _grid.lead_of(self.shape, block_size)
+        if any(self.parts_of(dim) > 1 for dim in range(lead + 1, len(self.shape))):
+            return False
+        parts = self.parts_of(lead) if lead < len(self.shape) else 1
+        if parts == 1 or prod(self.shape) == 0:
+            return True
+        grid = _grid.grid_of(self.shape, block_size)
+        return grid.padding == 0 and self.shape[lead] % parts == 0 and grid.blocks_per_row % parts == 0
 
     def local_shape(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
         """The shape of one rank's shard, by the rule of `torch.chunk`.
@@ -96,14 +128,7 @@ class ShardSpec:
             coordinate = self.mesh.get_coordinate()
             if coordinate is None:
                 raise ValueError(f"ShardSpec.{speaker}: this rank is not in the mesh; pass a coordinate")
-        shape, offset = list(self.shape), [0] * len(self.shape)
-        for mesh_dim, (placement, index) in enumerate(zip(self.placements, coordinate, strict=True)):
-            if isinstance(placement, Shard):
-                length = shape[placement.dim]
-                first = min(-(-length // self.mesh.size(mesh_dim)) * index, length)
-                offset[placement.dim] += first
-                shape[placement.dim] = min(-(-length // self.mesh.size(mesh_dim)), length - first)
-        return tuple(shape), tuple(offset)
+        return _part_of(self.shape, tuple(self.mesh.shape), self.placements, tuple(coordinate))
 
     def wrap(self, local: Tensor) -> DTensor:
         """The DTensor whose shard on this rank is `local`, of any dtype. Nothing is copied or communicated.
@@ -125,39 +150,119 @@ class ShardSpec:
         """The same mesh and placements for a contiguous tensor of another global shape."""
         return ShardSpec(self.mesh, self.placements, tuple(shape), contiguous_stride(shape))
 
+    def moved(self, dims: Sequence[int | None], shape: Sequence[int]) -> "ShardSpec":
+        """The same mesh for a contiguous tensor of another global shape, whose dimensions are split like those here.
+
+        Args:
+            dims: For each dimension of this tensor, the one of the other that is split like it; None if none is.
+            shape: Global shape of the other tensor.
+        """
+        placements = []
+        for placement in self.placements:
+            dim = None if isinstance(placement, Replicate) else dims[placement.dim]
+            if dim is None:
+                placements.append(Replicate())
+            elif isinstance(placement, _StridedShard):
+                placements.append(_StridedShard(dim, split_factor=placement.split_factor))
+            else:
+                placements.append(Shard(dim))
+        return ShardSpec(self.mesh, tuple(placements), tuple(shape), contiguous_stride(shape))
+
     def per_shard(self, local_length: int) -> "ShardSpec":
         """A spec for data that belongs to one shard and has no global order: one row of `local_length` for each shard.
 
         The global shape is (ranks of the first sharded mesh dimension, ranks of the second, …, local_length).
         """
-        placements, lead = [], []
-        for mesh_dim, placement in enumerate(self.placements):
-            if isinstance(placement, Shard):
-                placements.append(Shard(len(lead)))
-                lead.append(self.mesh.size(mesh_dim))
-            else:
-                placements.append(Replicate())
+        placements: list[Any] = [Replicate()] * len(self.placements)
+        lead = []
+        for mesh_dim in self.sharded_mesh_dims:
+            placements[mesh_dim] = Shard(len(lead))
+            lead.append(self.mesh.size(mesh_dim))
         shape = (*lead, local_length)
         return ShardSpec(self.mesh, tuple(placements), shape, contiguous_stride(shape))
 
     def local_shapes(self) -> set[tuple[int, ...]]:
         """The different shapes that shards have, over all ranks: full chunks, the last one, empty ones."""
-        shapes = {self.shape}
-        for mesh_dim, placement in enumerate(self.placements):
-            if isinstance(placement, Shard):
-                ranks, dim = self.mesh.size(mesh_dim), placement.dim
-                cut: set[tuple[int, ...]] = set()
-                for shape in shapes:
-                    chunk = -(-shape[dim] // ranks)
-                    full = shape[dim] // chunk if chunk else 0
-                    lengths = {
-                        chunk,
-                        shape[dim] - full * chunk if full < ranks else chunk,
-                        0 if full + 1 < ranks else chunk,
-                    }
-                    cut |= {(*shape[:dim], length, *shape[dim + 1 :]) for length in lengths}
-                shapes = cut
-        return shapes
+        return _shapes_of(self.shape, tuple(self.mesh.shape), self.placements)
+
+
+Runs = tuple[tuple[int, int], ...]  # (first index, index behind the last) of pieces of one dimension, in order
+
+
+def _chunk(runs: Runs, parts: int, index: int) -> Runs:
+    """One of the parts that `torch.chunk` makes of the pieces put together; at least one run, if an empty one."""
+    size = -(-sum(stop - start for start, stop in runs) // parts)
+    skip, left = size * index, size
+    found = []
+    for start, stop in runs:
+        first = min(start + skip, stop)
+        last = min(first + left, stop)
+        skip, left = skip - (first - start), left - (last - first)
+        if last > first:
+            found.append((first, last))
+    return tuple(found) or ((runs[-1][1], runs[-1][1]),)
+
+
+def _joined(pieces: Sequence[Runs]) -> Runs:
+    """Pieces put together; neighbours become one run."""
+    runs = [run for piece in pieces for run in piece]
+    found: list[tuple[int, int]] = []
+    for start, stop in [run for run in runs if run[0] < run[1]] or runs[:1]:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+@lru_cache(maxsize=65536)
+def _runs_of(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...], coordinate: tuple[int, ...]
+) -> tuple[Runs, ...]:
+    """The indices that a rank holds, for each dimension of the tensor. Placements apply from left to right."""
+    runs: list[Runs] = [((0, length),) for length in shape]
+    for placement, parts, index in zip(placements, mesh_shape, coordinate, strict=True):
+        if isinstance(placement, Replicate):
+            continue
+        dim = placement.dim
+        if isinstance(placement, _StridedShard):
+            # torch's rule: the dimension is split first as a mesh dimension further right splits it, then here.
+            pieces = [_chunk(runs[dim], placement.split_factor, j) for j in range(placement.split_factor)]
+            runs[dim] = _joined([_chunk(piece, parts, index) for piece in pieces])
+        else:
+            runs[dim] = _joined([_chunk(runs[dim], parts, index)])
+    return tuple(runs)
+
+
+@lru_cache(maxsize=65536)
+def _part_of(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...], coordinate: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, offset) of a shard that is one piece."""
+    runs = _runs_of(shape, mesh_shape, placements, coordinate)
+    return tuple(sum(b - a for a, b in each) for each in runs), tuple(each[0][0] for each in runs)
+
+
+@lru_cache(maxsize=4096)
+def _in_one_piece(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]) -> bool:
+    """Whether every rank's indices of each dimension follow each other. All ranks are looked at, so that all agree."""
+    if not any(isinstance(p, _StridedShard) for p in placements):
+        return True
+    coordinates = product(*map(range, mesh_shape))
+    return all(len(runs) == 1 for c in coordinates for runs in _runs_of(shape, mesh_shape, placements, c))
+
+
+@lru_cache(maxsize=4096)
+def _shapes_of(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]
+) -> set[tuple[int, ...]]:
+    """The different shapes of shards. Dimensions are split by different mesh dimensions, so each is looked at alone."""
+    lengths = []
+    for dim in range(len(shape)):
+        splits = [not isinstance(p, Replicate) and p.dim == dim for p in placements]
+        coordinates = product(*(range(n if split else 1) for n, split in zip(mesh_shape, splits, strict=True)))
+        lengths.append({_part_of(shape, mesh_shape, placements, c)[0][dim] for c in coordinates})
+    return set(product(*lengths))
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -1,10 +1,12 @@
 """The grid: every element in one block of its own row, blocks short enough and nearly even, for every split alike."""
 
+from math import prod
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from functional_lowbit._grid import Grid, grid_of
+from functional_lowbit._grid import Grid, grid_of, lead_of
 
 SHAPES = st.one_of(
     st.just(()),
@@ -52,9 +54,38 @@ def test_a_shard_of_whole_rows_has_a_part_of_the_grid(rows, length, block_size, 
 
 
 @PROPERTY
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), BLOCK_SIZES)
-def test_only_the_first_dimension_and_the_rest_count(shape, block_size):
-    assert grid_of((3, *shape), block_size) == grid_of((3, torch.Size(shape).numel()), block_size)
+@given(st.lists(st.integers(1, 40), min_size=3, max_size=5), BLOCK_SIZES)
+def test_rows_of_the_last_dimensions_are_even_and_long(shape, block_size):
+    """Dimensions behind the first count rows too if that costs no more scales: 8/5 of the fewest at most."""
+    grid, lead = grid_of(shape, block_size), lead_of(shape, block_size)
+    assert (grid.rows, grid.row_length) == (prod(shape[:lead]), prod(shape[lead:]))
+    assert 1 <= lead < len(shape)
+    if lead > 1:
+        assert grid.padding == 0
+        assert 8 * grid.block >= 5 * block_size
+    for longer in range(lead + 1, len(shape)):  # as many as can be
+        row = grid_of([prod(shape[longer:])], block_size)
+        assert row.padding or 8 * row.block < 5 * block_size
+
+
+@PROPERTY
+@given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 600), BLOCK_SIZES, st.data())
+def test_a_part_of_the_rows_or_of_a_rows_blocks_has_a_part_of_the_grid(rows, mid, length, block_size, data):
+    shape = (rows, mid, length)
+    whole, lead = grid_of(shape, block_size), lead_of(shape, block_size)
+    x = torch.arange(prod(shape), dtype=torch.int32).reshape(shape)
+    dim = data.draw(st.integers(0, lead))
+    if dim < lead:
+        edges = list(range(shape[dim] + 1))
+    else:
+        inner = prod(shape[dim + 1 :])
+        edges = [i for i in range(shape[dim] + 1) if i * inner % whole.block == 0 or i == shape[dim]]
+    first, last = sorted((data.draw(st.sampled_from(edges)), data.draw(st.sampled_from(edges))))
+    local = x.narrow(dim, first, last - first)
+    part = whole.part(prod(local.shape[:lead]), prod(local.shape[lead:]))
+    blocks = {tuple(block) for block in whole.to_blocks(x).tolist()}
+    assert all(tuple(block) in blocks for block in part.to_blocks(local).tolist()) or whole.padding
+    assert torch.equal(part.from_blocks(part.to_blocks(local), local.shape), local)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +101,9 @@ def test_only_the_first_dimension_and_the_rest_count(shape, block_size):
         ((0, 5), Grid(0, 5, 1, 0)),
         ((5, 0), Grid(0, 0, 1, 0)),
         ((2, 3, 4, 5), Grid(2, 60, 60, 1)),
+        ((8, 64, 512), Grid(512, 512, 256, 2)),  # experts: their second dimension counts rows too
+        ((8, 64, 100), Grid(8, 6400, 256, 25)),  # rows of 100 would cost 8/5 of the scales, and more
+        ((2, 3, 4, 160), Grid(24, 160, 160, 1)),
         ((2, 2**31), Grid(2, 2**31, 256, 2**23)),  # more elements than an int32 counts
     ],
 )

@@ -16,13 +16,13 @@ LR, DECAY, STEPS = 0.5, 0.9, 6
 
 # shape -> placements in one dimension, and in two
 LEAVES: dict[tuple[int, ...], tuple[Any, Any]] = {
-    (64, 500): (Shard(1), (Shard(0), Shard(1))),
-    (33, 300): (Shard(1), (Shard(1), Shard(0))),
+    (64, 503): (Shard(1), (Shard(0), Shard(1))),
+    (33, 301): (Shard(1), (Shard(1), Shard(0))),
     (4097,): (Shard(0), (Shard(0), Shard(0))),
-    (10_000,): (Shard(0), (Replicate(), Shard(0))),
+    (10_001,): (Shard(0), (Replicate(), Shard(0))),
     (40, 9, 13): (Shard(2), (Shard(1), Shard(2))),
     (4096, 3): (Shard(1), (Shard(1), Shard(0))),  # columns of one element, and empty ones: a shard is one row
-    (2, 3000): (Shard(1), (Shard(1), Shard(1))),
+    (2, 3001): (Shard(1), (Shard(1), Shard(1))),
 }
 
 
@@ -120,22 +120,57 @@ def test_shards_of_cut_rows_in_four_bits(world: World) -> None:
         assert seen == [(True, 0)] * len(LEAVES)
 
 
-def edges_on_blocks() -> Any:
-    """A cut on block edges changes nothing: (64, 512) cut into two columns of 256, 1-D into multiples of the block."""
-    seen = []
-    for cut in (lambda x: x, lambda x: w.shard(x, w.mesh(), Shard(x.ndim - 1))):
-        tx = fl.adamw8bit(1e-2)
-        params = {str(s): cut(w.random(s, 0)) for s in ((64, 512), (8192,))}
-        state = tx.init(params)
-        for k in range(3):
-            gs = {n: cut(w.random(tuple(x.shape), k + 1)) for n, x in params.items()}
-            params, state = w.take(tx, "eager")(gs, state, params)
-        moments = {n: w.whole(q.dequantize()) for n, q in state[0].nu.items()}
-        seen.append((w.fingerprint(params), w.fingerprint(moments)))
-    return seen
+# Splits on the edges of blocks of at most 256, for 2 and for 4 ranks: the grid stays that of the whole tensor.
+ON_EDGES: dict[tuple[int, ...], Any] = {
+    (64, 1024): Shard(1),
+    (33, 640): Shard(1),  # 4 blocks of 160
+    (8192,): Shard(0),
+    (8, 12, 512): Shard(1),  # experts: the second dimension counts rows too
+    (8, 10, 640): Shard(1),  # 4 shards: 3, 3, 3, 1
+    (3, 5, 1024): Shard(2),
+    (16, 64, 100): Shard(1),  # rows of 6400 = 25 blocks of 256, which nothing divides: cut
+}
+CUT = "(16, 64, 100)"
 
 
-@pytest.mark.parametrize("world", [2], indirect=True, ids="W={}".format)
-def test_a_cut_on_block_edges_changes_no_bit(world: World) -> None:
-    for plain, cut in world.run(edges_on_blocks):
-        assert cut == plain
+def on_edges(rule: str, sharded: bool, way: str, dims: int) -> Any:
+    tx: Any = fl.adamw8bit(1e-2) if rule == "clipped" else fl.adamw8bit(1e-2, format=rule, block_size=256)
+    if rule == "clipped":
+        tx = fl.chain(fl.clip_by_global_norm(1.0), tx)
+
+    def cut(name: str, x: Tensor) -> Tensor:
+        placement = ON_EDGES[tuple(x.shape)]
+        if not sharded:
+            return x
+        return w.shard(x, w.mesh(), placement) if dims == 1 else w.shard(x, w.mesh(2, 2), placement, placement)
+
+    names = [s for s in ON_EDGES if rule != "clipped" or str(s) != CUT]  # whose sum of squares depends on the mesh
+    params = {str(s): cut(str(s), w.random(s, i)) for i, s in enumerate(names)}
+    state = tx.init(params)
+    step = w.take(tx, way)
+    for k in range(3):
+        grads = {str(s): cut(str(s), w.random(s, 100 * k + i)) for i, s in enumerate(names)}
+        params, state = step(grads, state, params)
+    return {
+        "params": w.fingerprint(params),
+        "state": w.of_state(state),
+        "why": {row.path.rsplit(".", 1)[1]: row.why for row in fl.describe(state).rows},
+    }
+
+
+@pytest.mark.parametrize(("world", "dims"), [(2, 1), (4, 1), (4, 2)], indirect=["world"], ids=str)
+@pytest.mark.parametrize(
+    ("rule", "way"), [("clipped", "native"), ("clipped", "pure"), ("root4", "native"), ("dynamic8", "eager")]
+)
+def test_a_split_on_block_edges_changes_no_bit(
+    world: World, alone: Callable[..., Any], dims: int, rule: str, way: str
+) -> None:
+    plain = alone(on_edges, rule, False, way, 0)
+    for result in world.run(on_edges, rule, True, way, dims):
+        same = {n for n, bits in result["params"].items() if bits == plain["params"][n]}
+        assert same == set(result["params"]) - {CUT}
+        cut = {n for n, why in result["why"].items() if "cuts its rows" in why}
+        assert cut == set(result["params"]) & {CUT}
+        for name, bits in result["state"].items():
+            if any(f".{n}." in name for n in same):
+                assert bits == plain["state"][name]

@@ -19,6 +19,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "square": (64, 64),
     "tall": (101, 640),  # as (1601, 1280): W = 4 gives 26, 26, 26, 23; blocks of 160
     "prime_row": (34, 257),  # blocks that need padding
+    "experts": (5, 7, 320),  # rows of 320, so that a split of either of the first two dimensions cuts none
     "conv": (19, 8, 3, 3),
     "five_dims": (6, 2, 5, 3, 31),
     "one_block": (17, 250),
