@@ -57,7 +57,7 @@ def experts() -> nn.Module:
 
 
 def by_columns(p: Tensor) -> Shard:
-    return Shard(1) if p.shape[-1] == 512 else Shard(0)
+    return Shard(1) if p.ndim > 1 and p.shape[1] == 512 else Shard(0)
 
 
 def inside_experts(p: Tensor) -> Shard:
