@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit import _tree
+from functional_lowbit import _interrupted, _tree
 from functional_lowbit._base import Tree
 from functional_lowbit.sharding import ShardSpec
 
@@ -124,7 +124,8 @@ def same_structure(speaker: str, what: str, treedef: _tree.TreeDef, tree: Tree) 
 
 
 def state_class(speaker: str, state: Any, expected: type) -> None:
-    """Refuse the state of another transformation."""
+    """Refuse the state of another transformation, and one that was left half-updated."""
+    _interrupted.refuse(speaker, state)
     if not isinstance(state, expected):
         raise ValueError(
             f"{speaker}: the state must be a {expected.__name__}, got {type(state).__name__}; it was made for another "
