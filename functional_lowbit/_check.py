@@ -53,6 +53,13 @@ def finite(speaker: str, name: str, value: Tensor) -> Tensor:
     return value
 
 
+def transformation(speaker: str, name: str, tx: Any) -> None:
+    """Refuse what is no (init, update) pair, for instance an optimizer's function that was not called."""
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        hint = f"; call it: {tx.__name__}(...)" if callable(tx) and hasattr(tx, "__name__") else ""
+        raise TypeError(f"{speaker}: {name} must be a GradientTransformation, got {type(tx).__name__}{hint}")
+
+
 def params(speaker: str, paths: Sequence[str], leaves: Sequence[Any]) -> None:
     """Refuse parameters that no gradient step can be taken on."""
     for path, leaf in zip(paths, leaves, strict=True):

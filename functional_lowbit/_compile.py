@@ -336,8 +336,7 @@ def compile(
         >>> params
         {'w': tensor([0.5000, 0.5000])}
     """
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(f"compile: tx must be a GradientTransformation, got {type(tx).__name__}")
+    _check.transformation("compile", "tx", tx)
     if rounding not in ROUNDINGS:
         raise ValueError(f"compile: rounding must be 'nearest' or 'stochastic', got {rounding!r}")
     if rounding == "nearest":
