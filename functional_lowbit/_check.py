@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit import _tree
+from functional_lowbit import _interrupted, _tree
 from functional_lowbit._base import Tree
 from functional_lowbit.sharding import ShardSpec
 
@@ -51,6 +51,13 @@ def finite(speaker: str, name: str, value: Tensor) -> Tensor:
         if not math.isfinite(number):
             raise ValueError(f"{speaker}: {name} must be finite at each step, got {number}")
     return value
+
+
+def transformation(speaker: str, name: str, tx: Any) -> None:
+    """Refuse what is no (init, update) pair, for instance an optimizer's function that was not called."""
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        hint = f"; call it: {tx.__name__}(...)" if callable(tx) and hasattr(tx, "__name__") else ""
+        raise TypeError(f"{speaker}: {name} must be a GradientTransformation, got {type(tx).__name__}{hint}")
 
 
 def params(speaker: str, paths: Sequence[str], leaves: Sequence[Any]) -> None:
@@ -124,7 +131,8 @@ def same_structure(speaker: str, what: str, treedef: _tree.TreeDef, tree: Tree) 
 
 
 def state_class(speaker: str, state: Any, expected: type) -> None:
-    """Refuse the state of another transformation."""
+    """Refuse the state of another transformation, and one that was left half-updated."""
+    _interrupted.refuse(speaker, state)
     if not isinstance(state, expected):
         raise ValueError(
             f"{speaker}: the state must be a {expected.__name__}, got {type(state).__name__}; it was made for another "

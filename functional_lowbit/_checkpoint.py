@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from functional_lowbit import _tree
+from functional_lowbit import _interrupted, _tree
 from functional_lowbit._quantized import QuantizedTensor
 from functional_lowbit.sharding import ShardSpec
 
@@ -29,6 +29,7 @@ def state_dict(state: Any) -> dict[str, Any]:
     Raises:
         TypeError: for a leaf that is neither a tensor nor a bool, a number or a string.
         ValueError: if two leaves have one path.
+        RuntimeError: for a state that an interrupted step has left half-updated.
 
     Example:
         >>> import torch, functional_lowbit as fl
@@ -36,6 +37,7 @@ def state_dict(state: Any) -> dict[str, Any]:
         >>> sorted(saved)
         ['0.mu.w.codes', '0.mu.w.scales', '0.nu.w.codes', '0.nu.w.scales', '0.step', 'schema']
     """
+    _interrupted.refuse("state_dict", state)
     saved: dict[str, Any] = {}
     schema: dict[str, Any] = {}
     for path, leaf in _named_leaves(state, ""):

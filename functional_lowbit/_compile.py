@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit import _check, _staging, _tree
+from functional_lowbit import _check, _interrupted, _staging, _tree
 from functional_lowbit._apply import ROUNDINGS
 from functional_lowbit._backends import Kernel, kernel_for
 from functional_lowbit._base import GradientTransformation, Tree, call_update
@@ -50,14 +50,28 @@ class Step:
     def __call__(self, grads: Tree, state: Any, params: Tree, **extra: Any) -> tuple[Tree, Any]:
         """One step: new params and new state, in the buffers that were given if they are donated.
 
+        An exception in the middle (an interrupt, a rank that is gone, an error in a user's own pair), after something
+        has been written in place, leaves params and state half-updated. The state is marked then, and refused from
+        then on; see `docs/design.md`.
+
         Raises:
             TypeError, ValueError: before anything is written, for gradients, parameters or a state that do not fit
                 each other, and for a hyperparameter that is not finite.
+            RuntimeError: for a state that an interrupted step has left half-updated.
         """
         run = self._begin(grads, state, params, extra)
         if not self._donate:
             params, state = _tree.map_leaves(copy_leaf, params), _tree.map_leaves(copy_leaf, state)
             run = self._begin(grads, state, params, extra)
+        try:
+            return params, self._take(run, state)
+        except BaseException as error:
+            if run.written and self._donate:
+                _interrupted.mark(state, error)
+            raise
+
+    def _take(self, run: Run, state: Any) -> Any:
+        """Run all operations: the new state, in the old one's place."""
         inner = state if self._master is None else state.inner_state
         run.take(run.updates)
         new_states = list(run.states)
@@ -84,7 +98,7 @@ class Step:
         self._run_leaf_ops(run, pending, apply=True)
         self._write_shared(run, new_states)
         inner = self._program.rebuild(inner, iter(new_states))
-        return params, inner if self._master is None else state._replace(inner_state=inner)
+        return inner if self._master is None else state._replace(inner_state=inner)
 
     def _begin(self, grads: Tree, state: Any, params: Tree, extra: dict[str, Any]) -> Run:
         """Look at everything before anything is written."""
@@ -163,6 +177,7 @@ class Step:
         written = storages(state) | storages(run.params)
         us = _check.same_structure("compile(tx)", "updates", run.treedef, updates)
         _check.updates("compile(tx)", _tree.names(run.treedef), us, run.params)
+        run.written = True
         run.take([apart(u, written) for u in us])
         return into_old(new_state, state, written)
 
@@ -181,6 +196,7 @@ class Step:
                 bits = 0 if self._master is None or run.codes[i] is None else self._master.bits
                 groups.setdefault((ops, codecs, *kind, apply and rounds == fused, fused, bits), []).append(i)
         outs: list[Any] = [None] * len(run.updates)
+        calls = []
         for (ops, codecs, param_dtype, grad_dtype, device, in_place, stochastic, bits), members in groups.items():
             stages = tuple(
                 Stage.of(self._rule(j), c, tuple(run.shared[j].scalars), self._ops[j].gates)
@@ -207,7 +223,9 @@ class Step:
                 for i in members:
                     outs[i] = torch.empty(run.locals[i].shape, dtype=torch.float32, device=device)
             starts = {i: self._start(run, ops, i) for i in members} if stochastic else {}
-            leaves = (self._leaf(run, ops, i, outs[i], starts.get(i)) for i in members)
+            calls.append((kernel, [self._leaf(run, ops, i, outs[i], starts.get(i)) for i in members], shaped, scalars))
+        run.written = run.written or bool(calls)  # whatever could be refused or fail to compile has had its chance
+        for kernel, leaves, shaped, scalars in calls:
             kernel.run(leaves, shaped, scalars)
         if not apply:
             run.updates = outs
@@ -247,6 +265,7 @@ class Step:
 
     def _write_shared(self, run: Run, new_states: list[Any]) -> None:
         """Let counters and other shared state go on, where the gates are open."""
+        run.written = True
         for i, op in enumerate(self._ops):
             if isinstance(op, OpaqueOp):
                 continue
@@ -317,8 +336,7 @@ def compile(
         >>> params
         {'w': tensor([0.5000, 0.5000])}
     """
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(f"compile: tx must be a GradientTransformation, got {type(tx).__name__}")
+    _check.transformation("compile", "tx", tx)
     if rounding not in ROUNDINGS:
         raise ValueError(f"compile: rounding must be 'nearest' or 'stochastic', got {rounding!r}")
     if rounding == "nearest":

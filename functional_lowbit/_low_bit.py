@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from functional_lowbit import _tree, formats
+from functional_lowbit import _check, _tree, formats
 from functional_lowbit._base import GradientTransformation, Moment, Tree, call_update
 from functional_lowbit._grid import grid_of
 from functional_lowbit._leafwise import rest_in_float32
@@ -199,7 +199,7 @@ def low_bit(
         A transformation with the state of `tx`, where each stored moment's leaf is a `QuantizedTensor`.
 
     Raises:
-        TypeError, ValueError: for an unknown format, a block size below 1, a negative `min_size`; at `init`, for a
+        TypeError, ValueError: for what is no GradientTransformation, an unknown format, a block size below 1, a negative `min_size`; at `init`, for a
             `where` that matches nothing or a format for a field that no state has.
 
     Example:
@@ -209,6 +209,7 @@ def low_bit(
         >>> state[0].nu["w"].codes.dtype, state[0].nu["b"].dtype
         (torch.bfloat16, torch.float32)
     """
+    _check.transformation("low_bit", "tx", tx)
     if block_size is not None:
         check_block_size("low_bit", block_size)
     if not isinstance(min_size, int) or min_size < 0:

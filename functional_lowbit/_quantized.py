@@ -5,6 +5,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from functional_lowbit import _tree, formats
@@ -82,9 +83,10 @@ class Layout(NamedTuple):
         # The longest shard is not always the one with most blocks: 768 is 3 x 256, 640 is 4 x 160.
         grids = [self._own_grid(shape) for shape in spec.local_shapes()]
         own = spec.per_shard(max(grid.rows * per_row(grid) for grid in grids))
-        padded = blocks.new_zeros(own.shape[-1])
-        padded[: blocks.numel()] = blocks.flatten()
-        return own.wrap(padded.view(own.local_shape()))
+        flat = blocks.reshape(-1)
+        if len(flat) < own.shape[-1]:
+            flat = F.pad(flat, (0, own.shape[-1] - len(flat)))
+        return own.wrap(flat.view(own.local_shape()))
 
     def empty_codes(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """This rank's codes and scales of a tensor of zeros, as `store` takes them."""

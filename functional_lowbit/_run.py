@@ -35,6 +35,7 @@ class Run:
     shared: dict[int, Shared] = field(default_factory=dict)
     gates: dict[int, Tensor] = field(default_factory=dict)
     noise: Noise | None = None
+    written: bool = False  # whether something has been written in place
 
     def rounds(self, i: int) -> bool:
         """Whether a leaf's new parameters are rounded stochastically."""

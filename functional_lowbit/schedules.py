@@ -144,7 +144,7 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
         boundaries: The steps at which the next schedule takes over, rising.
 
     Raises:
-        ValueError: for the wrong number of boundaries.
+        ValueError: for the wrong number of boundaries, and for boundaries that do not rise.
 
     References:
         optax.schedules.join_schedules.
@@ -159,6 +159,8 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
         raise ValueError(
             f"join_schedules: schedules must be one more than boundaries, got {len(schedules)} and {len(boundaries)}"
         )
+    if any(a >= b for a, b in zip(boundaries, boundaries[1:], strict=False)):
+        raise ValueError(f"join_schedules: boundaries must rise, got {list(boundaries)}")
 
     def schedule(step: Tensor) -> Tensor:
         value = _as_float(schedules[0](step))

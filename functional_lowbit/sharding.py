@@ -227,7 +227,8 @@ def _runs_of(
         dim = placement.dim
         if isinstance(placement, _StridedShard):
             # torch's rule: the dimension is split first as a mesh dimension further right splits it, then here.
-            pieces = [_chunk(runs[dim], placement.split_factor, j) for j in range(placement.split_factor)]
+            first = int(placement.split_factor)
+            pieces = [_chunk(runs[dim], first, j) for j in range(first)]
             runs[dim] = _joined([_chunk(piece, parts, index) for piece in pieces])
         else:
             runs[dim] = _joined([_chunk(runs[dim], parts, index)])

@@ -60,7 +60,28 @@ ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "apply_if_finite: max_consecutive_errors must be an int of at least 0, got -1",
     ),
-    (lambda: fl.compile(fl.adam), TypeError, "compile: tx must be a GradientTransformation, got function"),
+    (
+        lambda: fl.compile(fl.adam),
+        TypeError,
+        "compile: tx must be a GradientTransformation, got function; call it: adam(...)",
+    ),
+    (lambda: fl.low_bit(3), TypeError, "low_bit: tx must be a GradientTransformation, got int"),
+    (
+        lambda: fl.apply_if_finite(fl.adam),
+        TypeError,
+        "apply_if_finite: inner must be a GradientTransformation, got function; call it: adam(...)",
+    ),
+    (lambda: fl.masked(None, True), TypeError, "masked: inner must be a GradientTransformation, got NoneType"),
+    (
+        lambda: fl.master_weights(int),
+        TypeError,
+        "master_weights: tx must be a GradientTransformation, got type; call it: int(...)",
+    ),
+    (
+        lambda: fl.schedules.join_schedules([lambda step: 0.1] * 3, [4, 4]),
+        ValueError,
+        "join_schedules: boundaries must rise, got [4, 4]",
+    ),
     (
         lambda: fl.compile(fl.adam(0.1), rounding="up"),
         ValueError,

@@ -14,7 +14,7 @@ PACKAGE = Path(fl.__file__).parent
 FLOORS = {
     0: {"_base", "_numerics", "_split", "rounding", "_cpp_ops", "_cpp_library", "_cpp_text"},
     1: {"_tree", "_grid", "formats._format", "_cpp_source", "_cpp_norm"},
-    2: {"sharding"} | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
+    2: {"_interrupted", "sharding"} | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
     3: {"_check", "formats", "_index", "_norm", "_parts"},
     4: {"_quantized", "_leafwise", "schedules", "tree"},
     5: {"_low_bit", "_recipe", "_apply", "_noise", "_program", "_kernel", "_staging", "_checkpoint", "_describe"},

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from functional_lowbit import _check
 from functional_lowbit._base import EmptyState, GradientTransformation, Tree, call_update
 from functional_lowbit._leafwise import leafwise, rest_in_float32
 from functional_lowbit._parts import Composite, Rest, init_with
@@ -69,8 +70,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         tensor([-0.2500, -0.5000])
     """
     for i, tx in enumerate(transformations):
-        if not (hasattr(tx, "init") and hasattr(tx, "update")):
-            raise TypeError(f"chain: argument {i} must be a GradientTransformation, got {type(tx).__name__}")
+        _check.transformation("chain", f"argument {i}", tx)
     part = Chain(transformations)
     return GradientTransformation(part.init, part)
 

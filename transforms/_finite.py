@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_lowbit import _tree
+from functional_lowbit import _check, _tree
 from functional_lowbit._base import GradientTransformation, Tree, call_update
 from functional_lowbit._leafwise import like_params, rest_in_float32
 from functional_lowbit._parts import Gated, Rest, init_with
@@ -115,6 +115,7 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int =
         max_consecutive_errors: Steps in a row that may be left out, >= 0.
 
     Raises:
+        TypeError: if `inner` is no GradientTransformation.
         ValueError: for a number of errors that is no int or below 0.
 
     References:
@@ -127,6 +128,7 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int =
         >>> updates, state.total_notfinite
         (tensor([0., 0.]), tensor(1))
     """
+    _check.transformation("apply_if_finite", "inner", inner)
     if not isinstance(max_consecutive_errors, int) or max_consecutive_errors < 0:
         raise ValueError(
             f"apply_if_finite: max_consecutive_errors must be an int of at least 0, got {max_consecutive_errors!r}"

@@ -131,7 +131,7 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
         A transformation whose state is a `MaskedState`; its moments have `MaskedNode()` at the leaves left out.
 
     Raises:
-        TypeError: if the mask holds anything but bools.
+        TypeError: if `inner` is no GradientTransformation; if the mask holds anything but bools.
         ValueError: if the mask does not begin like params.
 
     References:
@@ -144,5 +144,6 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
         >>> tx.update(params, tx.init(params))[0]
         {'w': tensor([2.]), 'b': tensor([1.])}
     """
+    _check.transformation("masked", "inner", inner)
     part = Masked(inner, mask)
     return GradientTransformation(part.init, part)

@@ -195,6 +195,7 @@ def master_weights(tx: GradientTransformation, bits: int = 16) -> GradientTransf
         and half of the new parameter's. float16 masters below 2**-14 are multiples of 2**-37 (16 bits) or 2**-32.
 
     Raises:
+        TypeError: if `tx` is no GradientTransformation.
         ValueError: for another number of bits; at `update`, without params or with a state of other parameters.
 
     References:
@@ -207,6 +208,7 @@ def master_weights(tx: GradientTransformation, bits: int = 16) -> GradientTransf
         >>> tx.update({"w": torch.full((1,), 0.01)}, tx.init(params), params)
         ({'w': tensor([-0.0039])}, MasterWeightsState(error={'w': tensor([92], dtype=torch.int8)}, ...
     """
+    _check.transformation("master_weights", "tx", tx)
     if bits not in CODE_DTYPES:
         raise ValueError(f"master_weights: bits must be 8 or 16, got {bits!r}")
     part = MasterWeights(tx, bits)
