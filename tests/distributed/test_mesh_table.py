@@ -34,7 +34,11 @@ class Cut(NamedTuple):
     placements: tuple[Any, ...]
     shape: tuple[int, ...]
     cuts: tuple[int, ...] = ()  # block sizes of which the mesh cuts blocks; with the others it cuts between blocks
-    keeps_norm: bool = True  # False: it cuts between multiples of 256, so that the norm adds squares in another order
+
+    @property
+    def keeps_norm(self) -> bool:
+        """Whether the norm, which adds up blocks of 256 (single elements, in one dimension), is the same number."""
+        return 256 not in self.cuts or len(self.shape) == 1
 
     def __str__(self) -> str:
         names = ", ".join(str(p).replace("(dim=", "(") for p in self.placements)
@@ -45,16 +49,16 @@ CUTS = [
     Cut((2,), (Replicate(),), (33, 512)),
     Cut((2,), (Shard(0),), (33, 512)),
     Cut((2,), (Shard(1),), (9, 1024)),
-    Cut((2,), (Shard(1),), (9, 768), (256,), False),  # 3 blocks of 256, 6 of 128
-    Cut((2,), (Shard(1),), (9, 750), (256,), False),  # 3 blocks of 250, 6 of 125; cut at 375
+    Cut((2,), (Shard(1),), (9, 768), (256,)),  # 3 blocks of 256, 6 of 128
+    Cut((2,), (Shard(1),), (9, 750), (256,)),  # 3 blocks of 250, 6 of 125; cut at 375
     Cut((2,), (Shard(0),), (8192,)),
     Cut((2,), (Shard(0),), (9001,), (256, 128)),
     Cut((2,), (Shard(0),), (3, 40, 256)),
     Cut((2,), (Shard(1),), (3, 40, 256)),
-    Cut((2,), (Shard(1),), (3, 41, 100), (256,), False),  # 20 blocks of 205, 41 of 100; cut at 2100
-    Cut((2,), (Shard(2),), (40, 9, 13), (256, 128), False),
+    Cut((2,), (Shard(1),), (3, 41, 100), (256,)),  # 20 blocks of 205, 41 of 100; cut at 2100
+    Cut((2,), (Shard(2),), (40, 9, 13), (256, 128)),
     Cut((3,), (Shard(0),), (34, 257)),
-    Cut((3,), (Shard(1),), (33, 300), (256,), False),  # 2 blocks of 150, 3 of 100
+    Cut((3,), (Shard(1),), (33, 300), (256,)),  # 2 blocks of 150, 3 of 100
     Cut((3,), (Shard(1),), (5, 20, 640)),  # rows of 640 are 4 blocks of 160, or 5 of 128
     Cut((4,), (Shard(0),), (3, 2048)),  # rank 3 has nothing
     Cut((4,), (Shard(0),), (3, 40, 256)),
@@ -62,7 +66,9 @@ CUTS = [
     Cut((2, 2), (Shard(0), Shard(0)), (33, 512)),
     Cut((2, 2), (_StridedShard(0, split_factor=2), Shard(0)), (33, 512)),
     Cut((2, 2), (Shard(0), Shard(1)), (9, 1024)),
-    Cut((2, 2), (Shard(1), Shard(0)), (33, 300), (128,), False),
+    Cut((1, 2, 2), (Replicate(), _StridedShard(0, split_factor=2), Shard(0)), (33, 512)),
+    Cut((2, 1, 2), (Shard(0), Replicate(), Shard(1)), (7, 512)),
+    Cut((2, 2), (Shard(1), Shard(0)), (33, 300), (128,)),
 ]
 FORMATS = fl.formats.names()
 
