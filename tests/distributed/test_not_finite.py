@@ -1,6 +1,5 @@
 """A NaN or an Inf that one rank sees: all ranks leave the step out together, on every kind of mesh."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
