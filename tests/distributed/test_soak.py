@@ -1,0 +1,173 @@
+"""2000 steps with NaN gradients, saved and resumed at changing numbers of ranks: the bits of one uninterrupted run."""
+
+import ctypes
+import gc
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import world as w
+from torch import Tensor
+from world import World
+
+import functional_lowbit as fl
+
+STEPS = 2000
+SPOILT = 0.05  # how often a gradient has a NaN or an Inf
+KEY = 11  # of the stochastic rounding
+
+# name -> shape, dtype, format. No leaf divides evenly by two, three and four ranks; some ranks hold nothing of some.
+LEAVES: dict[str, tuple[tuple[int, ...], torch.dtype, str | bool]] = {
+    "companded8": ((33, 128), torch.float32, "companded8"),
+    "rounded": ((19, 257), torch.bfloat16, "companded8"),
+    "dynamic8": ((3, 1400), torch.float32, "dynamic8"),
+    "e4m3": ((35, 120), torch.float32, "e4m3"),
+    "e5m2": ((10, 3, 160), torch.float32, "e5m2"),
+    "root4": ((66, 65), torch.bfloat16, "root4"),
+    "dynamic4": ((17, 250), torch.float32, "dynamic4"),
+    "bfloat16": ((14, 300), torch.float32, "bfloat16"),
+    "bias": ((5,), torch.float32, False),
+    "one": ((1,), torch.float32, False),
+}
+
+
+class Segment(NamedTuple):
+    """Steps between two checkpoints."""
+
+    ranks: int
+    first: int
+    last: int
+
+
+def plan(seed: int) -> list[Segment]:
+    """Every second segment runs on two ranks, so that their processes grow old; the others anywhere."""
+    rng, segments = random.Random(seed), []
+    while not segments or segments[-1].last < STEPS:
+        first = segments[-1].last if segments else 0
+        two = len(segments) % 2 == 0
+        length = rng.randint(100, 500) if two else rng.randint(1, 150)
+        segments.append(Segment(2 if two else rng.choice([1, 2, 3, 4]), first, min(first + length, STEPS)))
+    return segments
+
+
+def rule() -> Any:
+    def where(path: str, leaf: Tensor) -> bool | str:
+        return LEAVES[path][2]
+
+    inner = fl.chain(fl.clip_by_global_norm(10.0), fl.low_bit(fl.adamw(1e-3, weight_decay=0.1), where=where))
+    return fl.apply_if_finite(inner)
+
+
+def start() -> dict[str, Tensor]:
+    whole = {n: w.random(shape, i, dtype) for i, (n, (shape, dtype, _)) in enumerate(LEAVES.items())}
+    return {n: w.shard(x) for n, x in whole.items()} if dist.is_initialized() else whole
+
+
+def gradients(step: int, params: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Noise and a pull to 0, so that an error of a parameter returns; now and then something not finite, on one rank."""
+    generator = torch.Generator().manual_seed(step)
+    found = {}
+    for name, (shape, dtype, _) in LEAVES.items():
+        noise = torch.randn(shape, generator=generator).to(dtype)
+        spec, local = fl.sharding.ShardSpec.of(params[name]), fl.sharding.local_of(params[name])
+        if spec is not None:
+            rows, skip = local.shape[0], spec.local_offset()[0]
+            noise = noise[skip : skip + rows]
+        found[name] = noise + local
+        if spec is not None:
+            found[name] = spec.wrap(found[name])
+    rng = random.Random(step)
+    if rng.random() < SPOILT:
+        name, bad = rng.choice(list(LEAVES)), rng.choice([float("nan"), float("inf")])
+        at = rng.randrange(LEAVES[name][0][0])
+        spec, local = fl.sharding.ShardSpec.of(params[name]), fl.sharding.local_of(found[name])
+        at -= 0 if spec is None else spec.local_offset()[0]
+        if 0 <= at < local.shape[0]:
+            local[at] = bad
+    return found
+
+
+def advance(params: Any, state: Any, first: int, last: int) -> tuple[Any, Any, list[int]]:
+    """Also the number of graphs after the first and after the last step."""
+    step = fl.compile(rule(), rounding="stochastic", key=KEY)
+    graphs = []
+    for k in range(first, last):
+        params, state = step(gradients(k, params), state, params)
+        if k in (first, last - 1):
+            graphs.append(step.graphs)
+    return params, state, graphs
+
+
+def bits(params: Any, state: Any) -> Any:
+    return w.fingerprint(params), w.of_state(state), [int(x) for x in state[:3]]
+
+
+def uninterrupted(segments: list[Segment]) -> Any:
+    params = start()
+    state = rule().init(params)
+    seen = []
+    for segment in segments:
+        params, state, graphs = advance(params, state, segment.first, segment.last)
+        seen.append((bits(params, state), graphs))
+    return seen
+
+
+def resident() -> int:
+    """Bytes that this process holds, without what was freed."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/status") as file:
+        return 1024 * next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
+
+
+def segment_of(segment: Segment, loaded: str | None, saved: str) -> Any:
+    """A fresh model and state, the checkpoint of the segment before, some steps, and a checkpoint."""
+    params = start()
+    state = rule().init(params)
+    if loaded is not None:
+        params = fl.tree.map(torch.zeros_like, params)
+        target = {"params": params, "state": fl.state_dict(state)}
+        dcp.load(target, checkpoint_id=loaded)
+        params, state = target["params"], fl.load_state_dict(state, target["state"])
+    params, state, graphs = advance(params, state, segment.first, segment.last)
+    dcp.save({"params": params, "state": fl.state_dict(state)}, checkpoint_id=saved)
+    found = bits(params, state)
+    del params, state
+    return found, graphs, os.getpid(), resident()
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_soak(place: Path, alone: Callable[..., Any], seed: int) -> None:
+    segments = plan(seed)
+    assert {s.ranks for s in segments} == {1, 2, 3, 4}
+    worlds = {n: World(n, place) for n in {s.ranks for s in segments}}
+    plain = World(0, place)
+    try:
+        expected = plain.run(uninterrupted, segments)[0]
+        before, rss = None, []
+        for i, segment in enumerate(segments):
+            saved = str(place / f"soak-{seed}-{i}")
+            results = worlds[segment.ranks].run(segment_of, segment, before, saved)
+            for found, graphs, _, _ in results:
+                assert (found, graphs) == expected[i], segment
+            if segment.ranks == 2:
+                rss.append((segment.last - segment.first, [r[2:] for r in results]))
+            before = saved
+    finally:
+        for world in (*worlds.values(), plain):
+            world.close()
+    counters = expected[-1][0][2]
+    assert counters[2] == sum(random.Random(k).random() < SPOILT for k in range(STEPS))
+    # The processes of two ranks, after their first 500 steps and at the end.
+    done, young = 0, None
+    for steps, ranks in rss:
+        done += steps
+        young = ranks if young is None and done >= 500 else young
+        old, age = ranks, done
+    print(age, young, old)
