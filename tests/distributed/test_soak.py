@@ -2,13 +2,12 @@
 
 import ctypes
 import gc
+import itertools
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -70,7 +69,7 @@ def start() -> dict[str, Tensor]:
 
 
 def gradients(step: int, params: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Noise and a pull to 0, so that an error of a parameter returns; now and then something not finite, on one rank."""
+    """Noise and a pull to 0, so that an error of a parameter comes back; now and then a NaN or an Inf, on one rank."""
     generator = torch.Generator().manual_seed(step)
     found = {}
     for name, (shape, dtype, _) in LEAVES.items():
@@ -142,9 +141,8 @@ def segment_of(segment: Segment, loaded: str | None, saved: str) -> Any:
     return found, graphs, os.getpid(), resident()
 
 
-@pytest.mark.parametrize("seed", [0])
-def test_soak(place: Path, alone: Callable[..., Any], seed: int) -> None:
-    segments = plan(seed)
+def test_soak(place: Path) -> None:
+    segments = plan(0)
     assert {s.ranks for s in segments} == {1, 2, 3, 4}
     worlds = {n: World(n, place) for n in {s.ranks for s in segments}}
     plain = World(0, place)
@@ -152,10 +150,11 @@ def test_soak(place: Path, alone: Callable[..., Any], seed: int) -> None:
         expected = plain.run(uninterrupted, segments)[0]
         before, rss = None, []
         for i, segment in enumerate(segments):
-            saved = str(place / f"soak-{seed}-{i}")
+            saved = str(place / f"soak-{i}")
             results = worlds[segment.ranks].run(segment_of, segment, before, saved)
             for found, graphs, _, _ in results:
-                assert (found, graphs) == expected[i], segment
+                assert found == expected[i][0], segment
+                assert set(graphs) == {expected[0][1][0]}, segment
             if segment.ranks == 2:
                 rss.append((segment.last - segment.first, [r[2:] for r in results]))
             before = saved
@@ -164,10 +163,11 @@ def test_soak(place: Path, alone: Callable[..., Any], seed: int) -> None:
             world.close()
     counters = expected[-1][0][2]
     assert counters[2] == sum(random.Random(k).random() < SPOILT for k in range(STEPS))
-    # The processes of two ranks, after their first 500 steps and at the end.
-    done, young = 0, None
-    for steps, ranks in rss:
-        done += steps
-        young = ranks if young is None and done >= 500 else young
-        old, age = ranks, done
-    print(age, young, old)
+    # The processes of two ranks, after their first 500 steps and at the end. A leak of one leaf's gradient (17 kB) at
+    # every fourth step, or of the state (90 kB) at every twentieth, would show; caches have filled by then.
+    ages = list(itertools.accumulate(steps for steps, _ in rss))
+    young = next(i for i, age in enumerate(ages) if age >= 500)
+    assert ages[-1] >= ages[young] + 1000
+    for (pid, early), (same, late) in zip(rss[young][1], rss[-1][1], strict=True):
+        assert pid == same
+        assert late - early < 4096 * (ages[-1] - ages[young])
