@@ -199,8 +199,9 @@ def low_bit(
         A transformation with the state of `tx`, where each stored moment's leaf is a `QuantizedTensor`.
 
     Raises:
-        TypeError, ValueError: for what is no GradientTransformation, an unknown format, a block size below 1, a negative `min_size`; at `init`, for a
-            `where` that matches nothing or a format for a field that no state has.
+        TypeError, ValueError: for what is no GradientTransformation, an unknown format, a block size below 1, a
+            negative `min_size`; at `init`, for a `where` that matches nothing or a format for a field that no state
+            has.
 
     Example:
         >>> import torch, functional_lowbit as fl

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -159,7 +160,7 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
         raise ValueError(
             f"join_schedules: schedules must be one more than boundaries, got {len(schedules)} and {len(boundaries)}"
         )
-    if any(a >= b for a, b in zip(boundaries, boundaries[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(boundaries)):
         raise ValueError(f"join_schedules: boundaries must rise, got {list(boundaries)}")
 
     def schedule(step: Tensor) -> Tensor:
