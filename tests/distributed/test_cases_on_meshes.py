@@ -1,12 +1,15 @@
 """CASES that broke other libraries, on more meshes and in more formats than test_cases_on_ranks.py has."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import world as w
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from world import World
 
@@ -47,6 +50,64 @@ def test_case_1_in_every_format(world: World, alone: Callable[..., Any], mesh: t
     plain = alone(case_1, None)
     for seen in world.run(case_1, mesh):
         assert seen == plain  # also what the leaf that the mesh cuts is stored as
+
+
+# 5: a checkpoint into a fresh model and a fresh state.
+
+
+def case_5(where: str, rounding: str) -> Any:
+    """An MLP in bf16 under fully_shard: 20 steps, save, 5 more; and the 5 again from the file."""
+    seen = {}
+    for format in fl.formats.names():
+        tx = fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-3, format=format))
+        key = 3 if rounding == "stochastic" else None
+        model, params, state = case_5_start(tx, 0)
+        step = fl.compile(tx, backend="eager", rounding=rounding, key=key)
+        for k in range(20):
+            state, _ = case_5_step(model, params, step, state, k)
+        saved = {"params": dict(model.named_parameters()), "state": fl.state_dict(state)}
+        dcp.save(saved, checkpoint_id=f"{where}-{format}")
+        ends = []
+        for fresh in (False, True):
+            if fresh:
+                model, params, state = case_5_start(tx, 1)
+                target = {"params": params, "state": fl.state_dict(state)}
+                dcp.load(target, checkpoint_id=f"{where}-{format}")
+                state = fl.load_state_dict(state, target["state"])
+            step = fl.compile(tx, backend="eager", rounding=rounding, key=key)
+            losses = []
+            for k in range(20, 25):
+                state, loss = case_5_step(model, params, step, state, k)
+                losses.append(loss)
+            ends.append((w.fingerprint(params), w.of_state(state), losses))
+        seen[format] = ends
+    return seen
+
+
+def case_5_start(tx: Any, seed: int) -> Any:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)).bfloat16()
+    fully_shard(model, mesh=w.mesh())
+    params = dict(model.named_parameters())
+    return model, params, tx.init(params)
+
+
+def case_5_step(model: nn.Module, params: Any, step: Any, state: Any, k: int) -> Any:
+    x = w.random((16, 256), 100 + k, torch.bfloat16)
+    loss = (model(x) - x.roll(1, 1)).float().square().mean()
+    loss.backward()
+    _, state = step({n: p.grad for n, p in params.items()}, state, params)
+    model.zero_grad()
+    return state, loss.item()
+
+
+@pytest.mark.parametrize("world", [2], indirect=True, ids="W={}".format)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_case_5_goes_on_as_if_nothing_had_happened(world: World, place: Path, rounding: str) -> None:
+    for seen in world.run(case_5, str(place / f"case-5-{rounding}"), rounding):
+        assert set(seen) == set(fl.formats.names())
+        for uninterrupted, resumed in seen.values():
+            assert resumed == uninterrupted  # parameters, state and losses
 
 
 # 9: the default dtype is nobody's business.

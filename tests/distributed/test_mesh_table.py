@@ -1,19 +1,19 @@
 """mesh x placement x format: which cells have the bits of the unsharded run, and how far the others may be from it.
 
-`python tests/distributed/test_mesh_table.py` prints the table as Markdown.
+`python tests/distributed/test_mesh_table.py` prints the table as Markdown: = is bit-equal; else the largest difference of
+a parameter to the unsharded run, in lr * steps, and in brackets how much of its bound an element uses at most.
 """
 
 import itertools
 import math
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 import world as w
+from moment_bounds import AdamW, bounds
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -21,10 +21,9 @@ from world import World
 
 import functional_lowbit as fl
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from format_table import TABLE, Promise
-
-LR, DECAY, STEPS, B1, B2, EPS, CLIP = 1e-2, 0.1, 3, 0.9, 0.999, 1e-8, 1.0
+STEPS, DECAY = 3, 0.1
+RULE = AdamW(lr=1e-2, b1=0.9, b2=0.999, eps=1e-8)
+CLIPPED = RULE._replace(clip=1.0)
 
 
 class Cut(NamedTuple):
@@ -83,8 +82,8 @@ def train(format: str, cut: Cut, clipped: bool, sharded: bool) -> Any:
     def place(tree: dict[str, Tensor]) -> dict[str, Tensor]:
         return {**tree, "w": w.shard(tree["w"], w.mesh(*cut.mesh), *cut.placements)} if sharded else tree
 
-    tx = fl.adamw8bit(LR, B1, B2, EPS, weight_decay=DECAY, format=format)
-    tx = fl.chain(fl.clip_by_global_norm(CLIP) if clipped else fl.identity(), tx)
+    tx = fl.adamw8bit(RULE.lr, RULE.b1, RULE.b2, RULE.eps, weight_decay=DECAY, format=format)
+    tx = fl.chain(fl.clip_by_global_norm(CLIPPED.clip) if clipped else fl.identity(), tx)
     params = place({"w": w.random(cut.shape, 0), "b": w.random((5,), 1)})
     state = tx.init(params)
     step = w.take(tx, "eager")
@@ -108,81 +107,24 @@ def column(format: str, ranks: int, clipped: bool, sharded: bool) -> list[Any]:
     return [train(format, cut, clipped, sharded) for cut in CUTS if math.prod(cut.mesh) == ranks]
 
 
-class Interval(NamedTuple):
-    """float64, elementwise."""
-
-    low: Tensor
-    high: Tensor
-
-    @property
-    def width(self) -> Tensor:
-        return self.high - self.low
-
-    def mixed(self, decay: float, x: Tensor) -> "Interval":
-        """decay * self + (1 - decay) * x, where x, a clipped gradient or its square, has an error of float32 itself.
-
-        The norm adds fewer than 2**15 squares in an order that the mesh chooses, in blocks of 256: 2**-16 of it. The
-        other roundings of a step are a dozen of 2**-24.
-        """
-        low, high = ((1 - decay) * x * (1 + sign * 2**-15 * x.sign()) for sign in (-1, 1))
-        return Interval(decay * self.low + low, decay * self.high + high)
-
-    def stored(self, promise: Promise, signed: bool) -> "Interval":
-        """Where a number may be after it was stored in a block of any neighbours in the leaf.
-
-        The format promises an error of a * bound(x / a) at a block's absmax of a. Here x is at most m and a at most the
-        leaf's largest, A; so y = x / a is anything, and a at most A and at most m / y.
-        """
-        m = torch.maximum(self.low.abs(), self.high.abs())
-        largest = m.max()
-        y = torch.logspace(-12, 0, 4001, base=10, dtype=torch.float64)
-        bounds = promise.bound(y)
-        below = bounds.cummax(0).values  # of y up to here
-        above = (bounds / y).flip(0).cummax(0).values.flip(0)  # of y from here
-        at = torch.searchsorted(y, m / largest).clamp_max(len(y) - 1)
-        error = torch.maximum(largest * below[at], m * above[(at - 1).clamp_min(0)])
-        low = self.low - error
-        return Interval(low if signed else low.clamp_min(0), self.high + error)
-
-
-def bounds(format: str, cut: Cut, clipped: bool) -> dict[str, Tensor]:
-    """How far two runs may be from each other whose blocks differ, by interval arithmetic: for each element."""
-    signed, nonnegative = TABLE[format]
-    zero = torch.zeros(cut.shape, dtype=torch.float64)
-    mu = nu = Interval(zero, zero)
-    apart = zero
-    for k in range(STEPS):
-        gs = {n: g.double() for n, g in grads(cut, k).items()}
-        norm = math.sqrt(sum(float(g.square().sum()) for g in gs.values()))
-        g = gs["w"] * (min(1.0, CLIP / norm) if clipped else 1.0)
-        mu, nu = mu.mixed(B1, g), nu.mixed(B2, g * g)
-        slow, fast = ((x / (1 - B2 ** (k + 1))).sqrt() + EPS for x in (nu.low, nu.high))
-        low, high = (x / (1 - B1 ** (k + 1)) for x in mu)
-        highest = torch.where(high > 0, high / slow, high / fast)
-        lowest = torch.where(low < 0, low / slow, low / fast)
-        apart = apart + LR * (highest - lowest) + 2**-22 * (1 + LR * STEPS)  # the sum with p, which is below 8
-        mu, nu = mu.stored(signed, True), nu.stored(nonnegative, False)
-    return {"params": apart, "mu": mu.width, "nu": nu.width}
-
-
 class Cell(NamedTuple):
     """What a run on ranks has to do with the plain one."""
 
     equal: bool  # bit for bit: params, moments, codes and scales
     params: float  # the largest difference of a parameter, in lr * steps
-    bound: float  # of the parameter whose bound is largest, in lr * steps
+    share: float  # the largest difference of a parameter as a part of its own bound
     mu: float  # relative error of the whole moment
     nu: float
     broken: list[str]  # what is outside of its bound
 
 
 def compare(format: str, cut: Cut, clipped: bool, plain: Any, found: Any) -> Cell:
-    limit = bounds(format, cut, clipped)
+    limit = bounds(format, CLIPPED if clipped else RULE, "w", [grads(cut, k) for k in range(STEPS)])
     off = {n: (found[n].double() - plain[n].double()).abs() for n in limit}
     return Cell(
         found["bits"] == plain["bits"] and found["state"] == plain["state"],
-        float(off["params"].max()) / LR / STEPS,
-        float(limit["params"].max()) / LR / STEPS,
+        float(off["params"].max()) / RULE.lr / STEPS,
+        float((off["params"] / limit["params"]).max()),
         float(off["mu"].norm() / plain["mu"].norm()),
         float(off["nu"].norm() / plain["nu"].norm()),
         [n for n in limit if bool((off[n] > limit[n]).any())],
@@ -233,7 +175,7 @@ def main() -> None:
     print("| --- " * (3 + len(FORMATS)) + "|")
     for cut in CUTS:
         row = [cells[str(cut), f] for f in FORMATS]
-        print("|", cut, "|", " | ".join("=" if c.equal else f"{c.params:.2g} ({c.bound:.2g})" for c in row), "|")
+        print("|", cut, "|", " | ".join("=" if c.equal else f"{c.params:.2g} ({c.share:.0%})" for c in row), "|")
     print("\n| mesh | placements | shape | format | first moment | second moment |")
     print("| --- " * 6 + "|")
     for cut, f in itertools.product(CUTS, FORMATS):
