@@ -40,11 +40,14 @@ class Interval(NamedTuple):
     def mixed(self, decay: float, x: Tensor) -> "Interval":
         """decay * self + (1 - decay) * x, where x, a clipped gradient or its square, has an error of float32 itself.
 
-        The norm adds fewer than 2**15 squares in an order that the mesh chooses, in blocks of 256: 2**-16 of it. The
-        other roundings of a step are a dozen of 2**-24.
+        The mesh chooses the order in which squares are added in blocks of at most 256, so the norm has an error of
+        2**-17, and its square one of 2**-16. The other roundings of a step are a dozen of 2**-24 or less.
         """
-        low, high = ((1 - decay) * x * (1 + sign * 2**-15 * x.sign()) for sign in (-1, 1))
-        return Interval(decay * self.low + low, decay * self.high + high)
+        low, high = (
+            decay * end + (1 - decay) * x + sign * 2**-15 * (decay * end.abs() + (1 - decay) * x.abs())
+            for sign, end in ((-1, self.low), (1, self.high))
+        )
+        return Interval(low, high)
 
     def stored(self, promise: Promise, signed: bool) -> "Interval":
         """Where a number may be after it was stored in a block of any neighbours in the leaf.

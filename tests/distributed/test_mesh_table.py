@@ -1,7 +1,7 @@
 """mesh x placement x format: which cells have the bits of the unsharded run, and how far the others may be from it.
 
-`python tests/distributed/test_mesh_table.py` prints the table as Markdown: = is bit-equal; else the largest difference of
-a parameter to the unsharded run, in lr * steps, and in brackets how much of its bound an element uses at most.
+`python tests/distributed/test_mesh_table.py` prints the table as Markdown: = is bit-equal; else the largest difference
+of a parameter to the unsharded run, in lr * steps, and in brackets how much of its bound an element uses at most.
 """
 
 import itertools
