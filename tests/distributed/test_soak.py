@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import world as w
 from torch import Tensor
+from torch.distributed.tensor import Shard
 from world import World
 
 import functional_lowbit as fl
@@ -21,18 +22,29 @@ STEPS = 2000
 SPOILT = 0.05  # how often a gradient has a NaN or an Inf
 KEY = 11  # of the stochastic rounding
 
-# name -> shape, dtype, format. No leaf divides evenly by two, three and four ranks; some ranks hold nothing of some.
-LEAVES: dict[str, tuple[tuple[int, ...], torch.dtype, str | bool]] = {
-    "companded8": ((33, 128), torch.float32, "companded8"),
-    "rounded": ((19, 257), torch.bfloat16, "companded8"),
-    "dynamic8": ((3, 1400), torch.float32, "dynamic8"),
-    "e4m3": ((35, 120), torch.float32, "e4m3"),
-    "e5m2": ((10, 3, 160), torch.float32, "e5m2"),
-    "root4": ((66, 65), torch.bfloat16, "root4"),
-    "dynamic4": ((17, 250), torch.float32, "dynamic4"),
-    "bfloat16": ((14, 300), torch.float32, "bfloat16"),
-    "bias": ((5,), torch.float32, False),
-    "one": ((1,), torch.float32, False),
+
+class Leaf(NamedTuple):
+    """How one leaf is made."""
+
+    shape: tuple[int, ...]
+    format: str | bool
+    dim: int = 0  # which the mesh splits
+    dtype: torch.dtype = torch.float32
+
+
+# Rows never divide evenly by two, three and four ranks, and some ranks hold none. Columns do, into whole blocks.
+LEAVES = {
+    "companded8": Leaf((33, 128), "companded8"),
+    "rounded": Leaf((19, 257), "companded8", 0, torch.bfloat16),
+    "three": Leaf((3, 1400), "dynamic8"),
+    "e4m3": Leaf((35, 120), "e4m3"),
+    "experts": Leaf((3, 10, 256), "e5m2", 1),
+    "columns": Leaf((3, 12 * 128), "root4", 1, torch.bfloat16),
+    "vector": Leaf((12 * 256,), "companded8"),
+    "dynamic4": Leaf((17, 250), "dynamic4"),
+    "bfloat16": Leaf((14, 300), "bfloat16", 1),
+    "bias": Leaf((5,), False),
+    "one": Leaf((1,), False),
 }
 
 
@@ -57,38 +69,33 @@ def plan(seed: int) -> list[Segment]:
 
 def rule() -> Any:
     def where(path: str, leaf: Tensor) -> bool | str:
-        return LEAVES[path][2]
+        return LEAVES[path].format
 
     inner = fl.chain(fl.clip_by_global_norm(10.0), fl.low_bit(fl.adamw(1e-3, weight_decay=0.1), where=where))
     return fl.apply_if_finite(inner)
 
 
 def start() -> dict[str, Tensor]:
-    whole = {n: w.random(shape, i, dtype) for i, (n, (shape, dtype, _)) in enumerate(LEAVES.items())}
-    return {n: w.shard(x) for n, x in whole.items()} if dist.is_initialized() else whole
+    whole = {n: w.random(leaf.shape, i, leaf.dtype) for i, (n, leaf) in enumerate(LEAVES.items())}
+    return {n: w.shard(x, w.mesh(), Shard(LEAVES[n].dim)) for n, x in whole.items()} if dist.is_initialized() else whole
 
 
 def gradients(step: int, params: dict[str, Tensor]) -> dict[str, Tensor]:
     """Noise and a pull to 0, so that an error of a parameter comes back; now and then a NaN or an Inf, on one rank."""
-    generator = torch.Generator().manual_seed(step)
+    generator, rng = torch.Generator().manual_seed(step), random.Random(step)
+    spoilt = rng.random() < SPOILT
+    name_of_spoilt, bad, at = rng.choice(list(LEAVES)), rng.choice([float("nan"), float("inf")]), rng.random()
     found = {}
-    for name, (shape, dtype, _) in LEAVES.items():
-        noise = torch.randn(shape, generator=generator).to(dtype)
+    for name, leaf in LEAVES.items():
+        noise = torch.randn(leaf.shape, generator=generator).to(leaf.dtype)
+        if spoilt and name == name_of_spoilt:
+            noise.view(-1)[int(at * noise.numel())] = bad
         spec, local = fl.sharding.ShardSpec.of(params[name]), fl.sharding.local_of(params[name])
-        if spec is not None:
-            rows, skip = local.shape[0], spec.local_offset()[0]
-            noise = noise[skip : skip + rows]
-        found[name] = noise + local
-        if spec is not None:
-            found[name] = spec.wrap(found[name])
-    rng = random.Random(step)
-    if rng.random() < SPOILT:
-        name, bad = rng.choice(list(LEAVES)), rng.choice([float("nan"), float("inf")])
-        at = rng.randrange(LEAVES[name][0][0])
-        spec, local = fl.sharding.ShardSpec.of(params[name]), fl.sharding.local_of(found[name])
-        at -= 0 if spec is None else spec.local_offset()[0]
-        if 0 <= at < local.shape[0]:
-            local[at] = bad
+        if spec is None:
+            found[name] = noise + local
+        else:
+            part = (slice(o, o + n) for o, n in zip(spec.local_offset(), local.shape, strict=True))
+            found[name] = spec.wrap(noise[tuple(part)] + local)
     return found
 
 
