@@ -155,6 +155,7 @@ WITHOUT_EXAMPLE = (
     "sharding.local_of",
     "sharding.wrap",
     "sharding.sum_over_shards",
+    "sharding.sum_over_meshes",
 )
 
 
