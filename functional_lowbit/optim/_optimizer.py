@@ -120,6 +120,7 @@ class Optimizer(torch.optim.Optimizer):
     def _plant(self, members: list[int]) -> None:
         """Make the tree of some groups."""
         params: dict[str, Tensor] = {}
+        seen: set[int] = set()
         for i in members:
             group = self.param_groups[i]
             first = sum(len(g["params"]) for g in self.param_groups[:i])
@@ -127,7 +128,7 @@ class Optimizer(torch.optim.Optimizer):
             for name, p in zip(names, group["params"], strict=True):
                 if name in params or any(name in tree.params for tree in self._trees):
                     raise ValueError(f"Optimizer: two parameters have the name {name!r}; rename one")
-                if p in self.state:
+                if id(p) in seen:
                     raise ValueError(f"Optimizer: parameter {name!r} stands twice in group {i}; leave one out")
                 if p.device.type == "meta":
                     raise ValueError(
@@ -135,6 +136,7 @@ class Optimizer(torch.optim.Optimizer):
                         "(Module.to_empty), since its state is made now"
                     )
                 params[name] = p
+                seen.add(id(p))
             if self._numbers is None:
                 self._refuse_numbers(i, group)
         hypers, tx = None, self._tx
