@@ -3,6 +3,7 @@
 Gradients are given, the same whole tensors everywhere, so that every world size has one result to the last bit.
 """
 
+import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import world as w
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from world import World
 
 import functional_lowbit as fl
@@ -52,7 +54,10 @@ WAYS: dict[str, dict[str, bool]] = {  # options of the helpers
 
 
 def fresh(rule: str, seed: int) -> tuple[nn.Module, Any]:
-    """129, 65 and 3 rows: uneven at 2 ranks, and the last rank of 4 holds nothing of the last layer."""
+    """129, 65 and 3 rows: uneven at 2 ranks, and the last rank of 4 holds nothing of the last layer.
+
+    One weight is no DTensor, one parameter is frozen.
+    """
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Embedding(129, 64), nn.LayerNorm(64), nn.Linear(64, 65), nn.Linear(65, 3))
     model.to(torch.bfloat16 if rule == "dynamic4" else torch.float32)
@@ -60,7 +65,7 @@ def fresh(rule: str, seed: int) -> tuple[nn.Module, Any]:
     if dist.is_initialized():
         fully_shard(model[0], mesh=w.mesh())
         fully_shard(model[2], mesh=w.mesh())
-        fully_shard(model, mesh=w.mesh())
+        fully_shard(model, mesh=w.mesh(), ignored_params={model[1].weight})
     return model, RULES[rule](model.named_parameters())
 
 
@@ -183,3 +188,125 @@ def test_goes_on_without_ranks(alone: Callable[..., Any], checkpoints: Callable[
     where, uninterrupted = checkpoints(rule, 2)
     ways = [way for way in WAYS if way != "from rank 0"]  # which needs ranks
     assert alone(load, rule, where) == dict.fromkeys(ways, uninterrupted[0])
+
+
+# At one number of ranks.
+
+
+def backward(k: int, model: nn.Module) -> None:
+    """Real gradients by FSDP. All ranks have one batch, since the ignored weight's gradient is not averaged."""
+    x = torch.randint(0, 129, (8,), generator=torch.Generator().manual_seed(k))
+    model(x).square().mean().backward()
+
+
+def looked_at() -> Any:
+    """Case 8 under fully_shard: looks before the first step, with gradients present, and after each step."""
+    model, optimizer = fresh("adamw8bit", 0)
+    for k in range(3):
+        for moment in (backward, lambda k, model: optimizer.step()):
+            for way in WAYS:
+                get(model, optimizer, way)
+            moment(k, model)
+        optimizer.zero_grad()
+    params = dict(model.named_parameters())
+    own = {n: optimizer.state[p] for n, p in params.items()}
+    return w.fingerprint(params), w.fingerprint({n: own[n]["1.0.mu.codes"] for n in ("0.weight", "2.weight")})
+
+
+def plain() -> Any:
+    """The same by `fl.compile` on the tree."""
+    model, _ = fresh("adamw8bit", 0)
+    params = dict(model.named_parameters())
+    tx = fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2, weight_decay=0.1))
+    state, step = tx.init(params), fl.compile(tx, backend="eager")
+    for k in range(3):
+        backward(k, model)
+        params, state = step({n: p.grad for n, p in params.items()}, state, params)
+        model.zero_grad()
+    mu = state[1][0].mu
+    return w.fingerprint(params), w.fingerprint({n: mu[n].codes for n in ("0.weight", "2.weight")})
+
+
+@pytest.mark.parametrize("world", [2], indirect=True, ids="W={}".format)
+def test_looking_takes_no_step(world: World) -> None:
+    assert world.run(looked_at) == world.run(plain)
+
+
+def cut(where: Path) -> Any:
+    """A 1-D leaf in few bits, whose blocks end where a shard ends."""
+
+    def begin(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.LayerNorm(5001))
+        fully_shard(model, mesh=w.mesh())
+        return model, RULES["adamw8bit"](model.named_parameters())
+
+    found = []
+    model, optimizer = begin(0)
+    train(model, optimizer, range(SAVED_AT))
+    dcp.save(get(model, optimizer, "sharded"), checkpoint_id=where)
+    whole = copy.deepcopy(get(model, optimizer, "whole"))  # what is not sharded in it are the live tensors
+    train(model, optimizer, range(SAVED_AT, SAVED_AT + MORE))
+    for way in ("sharded", "whole"):
+        other, resumed = begin(1)
+        saved = whole if way == "whole" else get(other, resumed, way)
+        if way == "sharded":
+            dcp.load(saved, checkpoint_id=where)
+        set_model_state_dict(other, saved["model"], options=StateDictOptions(**WAYS[way]))
+        set_optimizer_state_dict(other, resumed, saved["optimizer"], options=StateDictOptions(**WAYS[way]))
+        train(other, resumed, range(SAVED_AT, SAVED_AT + MORE))
+        found.append(bits(other, resumed))
+    return bits(model, optimizer), found
+
+
+@pytest.mark.parametrize("world", [2], indirect=True, ids="W={}".format)
+def test_a_cut_leaf_goes_on_at_the_same_number_of_ranks(world: World, place: Path) -> None:
+    for uninterrupted, resumed in world.run(cut, place / "optim-cut"):
+        assert resumed == [uninterrupted, uninterrupted]
+
+
+def refusals(where: Path) -> Any:
+    """What is said of a file of another format by dcp and by us, and of a parameter that was sharded later."""
+    said: list[Any] = []
+    model, optimizer = fresh("adamw8bit", 0)
+    train(model, optimizer, range(1))
+    saved = get(model, optimizer, "sharded")
+    dcp.save(saved, checkpoint_id=where)
+    for format in ("dynamic8", "e5m2"):
+        tx = fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2, weight_decay=0.1, format=format))
+        other = fl.optim.Optimizer(model.named_parameters(), tx, backend="eager")
+        before = bits(model, other)
+        for attempt in (
+            lambda other=other: dcp.load(get(model, other, "sharded"), checkpoint_id=where),
+            lambda other=other: set_optimizer_state_dict(model, other, saved["optimizer"]),
+        ):
+            try:
+                attempt()
+            except (ValueError, CheckpointException) as error:  # the second is no Exception
+                said.append(str(error))
+        said.append(bits(model, other) == before)
+    moved = model[2].weight
+    torch.utils.swap_tensors(moved, nn.Parameter(moved.detach().redistribute(w.mesh(), [Replicate()])))
+    try:
+        optimizer.step()
+    except ValueError as error:
+        said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("world", [2], indirect=True, ids="W={}".format)
+def test_what_is_refused(world: World, place: Path) -> None:
+    for said in world.run(refusals, place / "optim-refused"):
+        for i, format in enumerate(("dynamic8", "e5m2")):
+            by_dcp, by_us, untouched = said[3 * i : 3 * i + 3]
+            assert "Size mismatch" in by_dcp
+            assert by_us.startswith(
+                "Optimizer.load_state_dict: the state of '0.weight': leaf '1.0.mu' was saved with format 'companded8', "
+                f"but the state has {format!r}"
+            )
+            assert untouched
+        assert said[6:] == [
+            "Optimizer.step: parameter '2.weight' was a DTensor with (Shard(dim=0),) of shape (65, 64) on cpu when the "
+            "optimizer was made, and is a DTensor with (Replicate(),) of shape (65, 64) on cpu now; make the optimizer "
+            "after the model is moved and sharded"
+        ]
