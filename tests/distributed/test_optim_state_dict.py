@@ -244,14 +244,15 @@ def cut(where: Path) -> Any:
     found = []
     model, optimizer = begin(0)
     train(model, optimizer, range(SAVED_AT))
-    dcp.save(get(model, optimizer, "sharded"), checkpoint_id=where)
     whole = copy.deepcopy(get(model, optimizer, "whole"))  # what is not sharded in it are the live tensors
+    for way in ("sharded", "flattened"):
+        dcp.save(get(model, optimizer, way), checkpoint_id=where / way)
     train(model, optimizer, range(SAVED_AT, SAVED_AT + MORE))
-    for way in ("sharded", "whole"):
+    for way in ("whole", "sharded", "flattened"):
         other, resumed = begin(1)
         saved = whole if way == "whole" else get(other, resumed, way)
-        if way == "sharded":
-            dcp.load(saved, checkpoint_id=where)
+        if way != "whole":
+            dcp.load(saved, checkpoint_id=where / way)
         set_model_state_dict(other, saved["model"], options=StateDictOptions(**WAYS[way]))
         set_optimizer_state_dict(other, resumed, saved["optimizer"], options=StateDictOptions(**WAYS[way]))
         train(other, resumed, range(SAVED_AT, SAVED_AT + MORE))
@@ -262,7 +263,32 @@ def cut(where: Path) -> Any:
 @pytest.mark.parametrize("world", [2], indirect=True, ids="W={}".format)
 def test_a_cut_leaf_goes_on_at_the_same_number_of_ranks(world: World, place: Path) -> None:
     for uninterrupted, resumed in world.run(cut, place / "optim-cut"):
-        assert resumed == [uninterrupted, uninterrupted]
+        assert resumed == [uninterrupted] * 3
+
+
+def copied() -> Any:
+    """The bits of a run, and of a deep copy of its optimizer, which goes on with parameters of its own."""
+    model, optimizer = fresh("adamw8bit", 0)
+    train(model, optimizer, range(2))
+    second = copy.deepcopy(optimizer)
+    params = second.param_groups[0]["params"]
+    for mine, theirs in zip(params, model.parameters(), strict=True):
+        assert mine is not theirs
+        if theirs.requires_grad:
+            grad = w.random(tuple(theirs.shape), 7, theirs.dtype)
+            mine.grad = w.shard(grad, w.mesh()) if isinstance(mine, DTensor) else grad
+            theirs.grad = mine.grad
+    second.step()
+    optimizer.step()
+    states = [{i: w.fingerprint(x) for i, x in o.state_dict()["state"].items()} for o in (optimizer, second)]
+    return states, [w.fingerprint(dict(enumerate(ps))) for ps in (model.parameters(), params)]
+
+
+@pytest.mark.parametrize("world", [2], indirect=True, ids="W={}".format)
+def test_a_deep_copy_goes_on_by_itself(world: World) -> None:
+    for states, params in world.run(copied):
+        assert states[0] == states[1]
+        assert params[0] == params[1]
 
 
 def refusals(where: Path) -> Any:
