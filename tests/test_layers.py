@@ -22,7 +22,7 @@ FLOORS = {
     7: {"_backends", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"},
     8: {"_run", "_donate", "transforms._adam", "transforms._lion"},
     9: {"_compile", "optim._entries", "optim._hyper"},
-    10: {"optim._param_tree"},
+    10: {"optim._groups", "optim._param_tree"},
     11: {"optim._optimizer"},
     12: {"optim"},
     13: {"", "transforms"},  # what users import

@@ -34,9 +34,7 @@ def map_leaves(visit: Callable[[str | None, str, Any], Any], state: Any, names: 
         kids, kid_names, rebuild = level
         if owner is None and isinstance(node, dict) and wanted and set(node) == wanted:
             return rebuild([walk(kid, path, name) for kid, name in zip(kids, kid_names, strict=True)])
-        return rebuild(
-            [walk(kid, f"{path}.{n}" if path else n, owner) for kid, n in zip(kids, kid_names, strict=True)]
-        )
+        return rebuild([walk(kid, f"{path}.{n}" if path else n, owner) for kid, n in zip(kids, kid_names, strict=True)])
 
     return walk(state, "", None)
 
@@ -84,14 +82,14 @@ def load(speaker: str, leaves: Mapping[str, Any], entries: Any) -> dict[str, Any
         got = f"{raw.dtype} of shape {tuple(raw.shape)}" if isinstance(raw, Tensor) else type(raw).__name__
         raise ValueError(f"{speaker} has an entry {SCHEMA!r} that must be uint8 of one dimension, got {got}")
     try:
-        text = bytes(local_of(raw).tolist()).decode()
+        text = bytes(local_of(raw).tolist()).decode(errors="replace")
         return load_state_dict(leaves, {**entries, SCHEMA: text})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{speaker}: {str(error).removeprefix('load_state_dict: ')}") from error
 
 
 def write_(leaf: Any, new: Any) -> Any:
-    """Copy a leaf of the same dtypes and shapes into the tensors of another, which is returned. Numbers are replaced."""
+    """Copy a new leaf, of the same dtypes and shapes, into the tensors of a leaf; returned. A number is replaced."""
     if not isinstance(leaf, (Tensor, QuantizedTensor)):
         return new
     for place, value in zip(_tree.leaves(leaf), _tree.leaves(new), strict=True):

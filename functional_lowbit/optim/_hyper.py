@@ -46,7 +46,7 @@ class Hypers:
                 if not isinstance(value, (tuple, list)) or len(value) != len(place):
                     raise ValueError(f"Optimizer.step: {what} must be {len(place)} numbers, got {value!r}")
                 found += [(x, _number(what, v)) for x, v in zip(place, value, strict=True)]
-            elif value is not place and value != place:
+            elif value is not place and _as_list(value) != _as_list(place):
                 raise ValueError(
                     f"Optimizer.step: {what} was {place!r} when the optimizer was made, got {value!r}; only numbers "
                     "whose default is a float can be changed"
@@ -61,6 +61,11 @@ def _place(default: Any, value: Any) -> Any:
     if isinstance(default, (tuple, list)) and any(isinstance(x, (float, Tensor)) for x in default):
         return tuple(torch.zeros((), dtype=torch.float64, device="cpu") for _ in default)
     return value
+
+
+def _as_list(value: Any) -> Any:
+    """torch.distributed.checkpoint makes lists of tuples."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _number(what: str, value: Any) -> float:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from functional_lowbit._base import GradientTransformation
 from functional_lowbit._compile import compile
 from functional_lowbit.optim import _entries
-from functional_lowbit.optim._hyper import Hypers
+from functional_lowbit.optim._groups import check_tx, make_tx, params_of, refuse_numbers
 from functional_lowbit.optim._param_tree import ParamTree
 
 
@@ -82,16 +82,8 @@ class Optimizer(torch.optim.Optimizer):
         rounding: str = "nearest",
         key: int | Tensor | None = None,
     ):
-        if defaults is None and not _is_transformation(tx):
-            raise TypeError(
-                f"Optimizer: tx must be a GradientTransformation, got {type(tx).__name__}; a function that makes one "
-                "needs defaults"
-            )
-        if defaults is not None and (_is_transformation(tx) or not callable(tx)):
-            raise TypeError(
-                f"Optimizer: with defaults, tx must be a function of hyperparameters, got {type(tx).__name__}"
-            )
-        self._tx = tx
+        check_tx(tx, defaults is not None)
+        self._tx: Any = tx
         self._numbers = None if defaults is None else dict(defaults)
         self._options: dict[str, Any] = {"backend": backend, "rounding": rounding, "key": key}
         self._trees: list[ParamTree] = []
@@ -119,48 +111,16 @@ class Optimizer(torch.optim.Optimizer):
 
     def _plant(self, members: list[int]) -> None:
         """Make the tree of some groups."""
-        params: dict[str, Tensor] = {}
-        seen: set[int] = set()
-        for i in members:
-            group = self.param_groups[i]
-            first = sum(len(g["params"]) for g in self.param_groups[:i])
-            names = group.get("param_names") or [str(first + k) for k in range(len(group["params"]))]
-            for name, p in zip(names, group["params"], strict=True):
-                if name in params or any(name in tree.params for tree in self._trees):
-                    raise ValueError(f"Optimizer: two parameters have the name {name!r}; rename one")
-                if id(p) in seen:
-                    raise ValueError(f"Optimizer: parameter {name!r} stands twice in group {i}; leave one out")
-                if p.device.type == "meta":
-                    raise ValueError(
-                        f"Optimizer: parameter {name!r} is on the meta device; give it memory first "
-                        "(Module.to_empty), since its state is made now"
-                    )
-                params[name] = p
-                seen.add(id(p))
-            if self._numbers is None:
-                self._refuse_numbers(i, group)
-        hypers, tx = None, self._tx
-        if self._numbers is not None:
-            (index,) = members
-            group = self.param_groups[index]
-            hypers = Hypers(self._numbers, group)
-            tx(**{name: group[name] for name in self._numbers})  # type: ignore[operator]  # checks the numbers' ranges
-            tx = tx(**hypers.values)  # type: ignore[operator]
-            if not _is_transformation(tx):
-                raise TypeError(
-                    f"Optimizer: tx(**hyperparameters) must return a GradientTransformation, got {type(tx).__name__}"
-                )
-        assert isinstance(tx, GradientTransformation)
-        self._trees.append(ParamTree(tx, compile(tx, **self._options), params, members, hypers))
-        self._show(self._trees[-1])
-
-    def _refuse_numbers(self, index: int, group: Mapping[str, Any]) -> None:
-        for name, value in group.items():
-            if name != "params" and isinstance(value, (int, float, tuple, Tensor)) and not isinstance(value, bool):
-                raise ValueError(
-                    f"Optimizer: group {index} has {name!r}, which a transformation does not read; give a function "
-                    "tx(**hyperparameters) and defaults"
-                )
+        taken = {name for tree in self._trees for name in tree.params}
+        params = params_of(self.param_groups, members, taken)
+        if self._numbers is None:
+            refuse_numbers(self.param_groups, members)
+            tx, hypers = self._tx, None
+        else:
+            tx, hypers = make_tx(self._tx, self._numbers, self.param_groups[members[0]])
+        tree = ParamTree(tx, compile(tx, **self._options), params, members, hypers)
+        self._trees.append(tree)
+        self._show(tree)
 
     def _show(self, tree: ParamTree) -> None:
         """Let `state` hold the tree's tensors."""
@@ -168,7 +128,7 @@ class Optimizer(torch.optim.Optimizer):
             self.state[p] = dict(tree.live[name])
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step for all parameters that have a gradient. Everything is looked at before anything is written.
 
         Args:
@@ -256,10 +216,10 @@ class Optimizer(torch.optim.Optimizer):
         for tree, leaves in zip(self._trees, new, strict=True):
             tree.take_(leaves)
             self._show(tree)
-        for old, group in zip(self.param_groups, groups, strict=True):
-            for name, value in old.items():
-                group.setdefault(name, value)
-        self.param_groups = groups
+        self.param_groups = [  # names are not loaded: `tx` knows the parameters by their own
+            {**old, **{name: value for name, value in group.items() if name != "param_names"}}
+            for old, group in zip(self.param_groups, groups, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -279,7 +239,3 @@ def _save_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 def _hide_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Hide the state from torch, which would cast it."""
     return {**state_dict, "state": {k: _Hidden(v) for k, v in state_dict["state"].items()}}
-
-
-def _is_transformation(x: Any) -> bool:
-    return hasattr(x, "init") and hasattr(x, "update")
