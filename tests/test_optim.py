@@ -236,11 +236,13 @@ def test_a_frozen_parameter_keeps_its_state():
     second.load_state_dict(saved)
     assert same(state_of(second), saved)
     # torch hands on no state of a frozen parameter; what the optimizer has stays, and the counters are the others'.
-    third = Optimizer(model.named_parameters(), fl.adamw8bit(0.1), backend="eager")
-    set_optimizer_state_dict(model, third, get_optimizer_state_dict(model, optimizer))
-    assert same(clone(third.state[model[1].weight]), clone(optimizer.state[model[1].weight]))
-    assert third.state[model[0].weight]["0.step"].item() == 3
-    assert not third.state[model[0].weight]["0.mu.codes"].any()
+    for options in (StateDictOptions(), StateDictOptions(full_state_dict=True)):
+        third = Optimizer(model.named_parameters(), fl.adamw8bit(0.1), backend="eager")
+        loaded = get_optimizer_state_dict(model, optimizer, options=options)
+        set_optimizer_state_dict(model, third, loaded, options=options)
+        assert same(clone(third.state[model[1].weight]), clone(optimizer.state[model[1].weight]))
+        assert third.state[model[0].weight]["0.step"].item() == 3
+        assert not third.state[model[0].weight]["0.mu.codes"].any()
 
 
 class Counted(NamedTuple):
@@ -709,11 +711,15 @@ def test_hooks_of_state_dicts_see_what_is_saved():
     optimizer = Optimizer(model.parameters(), fl.adamw8bit(0.1), backend="eager")
     seen = []
     optimizer.register_state_dict_post_hook(lambda _, saved: seen.append(set(saved["state"][0])))
+    optimizer.register_state_dict_post_hook(lambda _, saved: saved["state"][0].update(mine=1) or saved)
+    assert optimizer.state_dict()["state"][0].pop("mine") == 1
+    assert "mine" not in optimizer.state[model[0].weight]
+    optimizer.register_load_state_dict_pre_hook(lambda _, saved: saved["state"][0].pop("mine") and None)
     optimizer.register_load_state_dict_pre_hook(lambda _, saved: seen.append(set(saved["state"][0])))
     optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
     optimizer.load_state_dict(optimizer.state_dict())
-    assert seen[0] == seen[1] == set(optimizer.state[model[0].weight])
-    assert seen[2:] == ["loaded"]
+    assert seen[:-1] == [set(optimizer.state[model[0].weight])] * 3
+    assert seen[-1] == "loaded"
 
 
 def test_grad_scaler():
