@@ -53,19 +53,19 @@ WAYS: dict[str, dict[str, bool]] = {  # options of the helpers
 }
 
 
-def fresh(rule: str, seed: int) -> tuple[nn.Module, Any]:
+def fresh(rule: str, seed: int, shape: tuple[int, ...] = ()) -> tuple[nn.Module, Any]:
     """129, 65 and 3 rows: uneven at 2 ranks, and the last rank of 4 holds nothing of the last layer.
 
-    One weight is no DTensor, one parameter is frozen.
+    One weight is no DTensor, one parameter is frozen. `shape` is that of the mesh, in two dimensions for HSDP.
     """
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Embedding(129, 64), nn.LayerNorm(64), nn.Linear(64, 65), nn.Linear(65, 3))
     model.to(torch.bfloat16 if rule == "dynamic4" else torch.float32)
     model[1].bias.requires_grad_(False)
     if dist.is_initialized():
-        fully_shard(model[0], mesh=w.mesh())
-        fully_shard(model[2], mesh=w.mesh())
-        fully_shard(model, mesh=w.mesh(), ignored_params={model[1].weight})
+        fully_shard(model[0], mesh=w.mesh(*shape))
+        fully_shard(model[2], mesh=w.mesh(*shape))
+        fully_shard(model, mesh=w.mesh(*shape), ignored_params={model[1].weight})
     return model, RULES[rule](model.named_parameters())
 
 
@@ -73,7 +73,7 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> None:
     for k in steps:
         for i, p in enumerate(p for p in model.parameters() if p.requires_grad):
             grad = w.random(tuple(p.shape), 100 * k + i, p.dtype)
-            p.grad = w.shard(grad, w.mesh()) if isinstance(p, DTensor) else grad
+            p.grad = w.shard(grad, p.device_mesh, *p.placements) if isinstance(p, DTensor) else grad
         optimizer.step()
         optimizer.zero_grad()
 
@@ -116,14 +116,14 @@ def save(rule: str, where: Path) -> Any:
     return bits(model, optimizer)
 
 
-def load(rule: str, where: Path) -> dict[str, Any]:
+def load(rule: str, where: Path, shape: tuple[int, ...] = ()) -> dict[str, Any]:
     """For each way, the bits of a run that went on from it. Fresh numbers first, which are others."""
     found = {}
     for way, names in WAYS.items():
         if names.get("broadcast_from_rank0") and not dist.is_initialized():
             continue
         options = StateDictOptions(**names)
-        model, optimizer = fresh(rule, 77)
+        model, optimizer = fresh(rule, 77, shape)
         train(model, optimizer, range(50, 51))
         if not names.get("full_state_dict"):
             saved = get(model, optimizer, way)
@@ -181,6 +181,14 @@ def test_goes_on_at_another_number_of_ranks(world: World, checkpoints: Callable[
         where, uninterrupted = checkpoints(rule, ranks)
         for found in world.run(load, rule, where):
             assert found == dict.fromkeys(WAYS, uninterrupted[0])
+
+
+@pytest.mark.parametrize("world", [4], indirect=True, ids="W={}".format)
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)], ids=str)
+def test_goes_on_in_hsdp(world: World, checkpoints: Callable[[str, int], Any], shape: tuple[int, int]) -> None:
+    where, uninterrupted = checkpoints("adamw8bit", 2)
+    for found in world.run(load, "adamw8bit", where, shape):
+        assert found == dict.fromkeys(WAYS, uninterrupted[0])
 
 
 @pytest.mark.parametrize("rule", RULES)
