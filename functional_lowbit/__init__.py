@@ -2,6 +2,7 @@
 
 from functional_lowbit import (
     formats as formats,
+    optim as optim,
     rounding as rounding,
     schedules as schedules,
     sharding as sharding,

@@ -364,3 +364,22 @@ def sum_over_shards(
     if result is None:
         raise ValueError("sum_over_shards: nothing to add")
     return result
+
+
+def sum_over_meshes(number: Tensor, specs: Sequence[ShardSpec | None]) -> Tensor:
+    """A number of each rank, added up over all ranks of all meshes; the same on every rank.
+
+    Unlike in `sum_over_shards`, replicas count each, so that they notice when one of them is not like the others. Every
+    rank must call this with the same specs in the same order.
+
+    Args:
+        number: 0-d; written to.
+        specs: Of all leaves; None for a plain tensor.
+    """
+    meshes = dict.fromkeys(spec.mesh for spec in specs if spec is not None)
+    # Larger ones last: then ranks agree also about what only the ranks of a part of them hold.
+    for mesh in sorted(meshes, key=lambda mesh: mesh.size()):
+        for mesh_dim in range(mesh.ndim):
+            if mesh.size(mesh_dim) > 1:
+                dist.all_reduce(number, group=mesh.get_group(mesh_dim))
+    return number

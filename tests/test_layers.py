@@ -21,8 +21,11 @@ FLOORS = {
     6: {"_native", "transforms._chain", "transforms._clip", "transforms._masked", "transforms._scale"},
     7: {"_backends", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"},
     8: {"_run", "_donate", "transforms._adam", "transforms._lion"},
-    9: {"_compile"},
-    10: {"", "transforms"},  # what users import
+    9: {"_compile", "optim._entries", "optim._hyper"},
+    10: {"optim._groups", "optim._param_tree"},
+    11: {"optim._optimizer"},
+    12: {"optim"},
+    13: {"", "transforms"},  # what users import
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 DOORS = {  # who may use what
@@ -112,7 +115,7 @@ def test_a_name_comes_from_the_module_that_defines_it(name):
                 )
 
 
-@pytest.mark.parametrize("name", ["", "transforms"])
+@pytest.mark.parametrize("name", ["", "optim", "transforms"])
 def test_an_init_file_exports_and_does_nothing_else(name):
     for node in TREES[name].body:
         if isinstance(node, ast.Expr):
@@ -131,7 +134,7 @@ def test_a_dtensor_is_rebuilt_from_its_global_shape_and_stride(name):
 
 def _public() -> dict[str, object]:
     found: dict[str, object] = {}
-    for space in (fl, fl.formats, fl.rounding, fl.schedules, fl.sharding, fl.tree):
+    for space in (fl, fl.formats, fl.optim, fl.rounding, fl.schedules, fl.sharding, fl.tree):
         for name, value in vars(space).items():
             ours = str(getattr(value, "__module__", "")).startswith("functional_lowbit")
             if not name.startswith("_") and ours and (inspect.isclass(value) or inspect.isfunction(value)):
@@ -155,6 +158,7 @@ WITHOUT_EXAMPLE = (
     "sharding.local_of",
     "sharding.wrap",
     "sharding.sum_over_shards",
+    "sharding.sum_over_meshes",
 )
 
 
@@ -173,6 +177,6 @@ def test_the_names_of_the_contract_are_there():
         "adam adamw adam8bit adamw8bit adam4bit adamw4bit adamfp8 adamwfp8 sgd sgd8bit lion lion8bit scale_by_lion "
         "master_weights master_params "
         "low_bit quantize QuantizedTensor describe compile global_norm state_dict load_state_dict formats rounding "
-        "schedules sharding tree"
+        "schedules sharding tree optim"
     )
     assert [name for name in names.split() if not hasattr(fl, name)] == []

@@ -23,7 +23,7 @@ def run(code: str, path: str, monkeypatch: pytest.MonkeyPatch) -> dict:
     return vars(module)
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/transformations.md"])
+@pytest.mark.parametrize("path", ["README.md", "docs/torch_optim.md", "docs/transformations.md"])
 def test_the_code_in_the_docs_runs(path: str, monkeypatch: pytest.MonkeyPatch):
     code = "\n".join(blocks(path))
     assert "import functional_lowbit as fl" in code

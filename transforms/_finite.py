@@ -10,7 +10,7 @@ from functional_lowbit import _check, _tree
 from functional_lowbit._base import GradientTransformation, Tree, call_update
 from functional_lowbit._leafwise import like_params, rest_in_float32
 from functional_lowbit._parts import Gated, Rest, init_with
-from functional_lowbit.sharding import ShardSpec, local_of, part_of, sum_over_shards, wrap
+from functional_lowbit.sharding import ShardSpec, local_of, part_of, sum_over_meshes, wrap
 
 
 class ApplyIfFiniteState(NamedTuple):
@@ -89,18 +89,23 @@ def _select(apply: Tensor, new: Tree, old: Tree) -> Tree:
 
 
 def all_finite(tree: Tree) -> Tensor:
-    """Whether no element of any leaf is NaN or Inf: bool[], the same on every rank. All ranks must call it together."""
+    """Whether no element of any leaf is NaN or Inf, on any rank: bool[], the same on every rank.
+
+    All ranks must call it together. Replicas are asked each, so that they leave a step out together also if only one of
+    them has a NaN.
+    """
     leaves = _tree.leaves(tree)
     if not leaves:
         return torch.ones((), dtype=torch.bool)
-    return sum_over_shards([(local_of(x), ShardSpec.of(x)) for x in leaves], _not_finite) == 0
+    return sum_over_meshes(_not_finite([local_of(x) for x in leaves]), [ShardSpec.of(x) for x in leaves]) == 0
 
 
 def _not_finite(tensors: Sequence[Tensor]) -> Tensor:
     """int64[]: how many local tensors hold a NaN or an Inf. The largest magnitude is NaN if any element is."""
-    finite = [torch.linalg.vector_norm(x.detach(), float("inf")).isfinite() for x in tensors if x.numel()]
+    device = tensors[0].device
+    finite = [torch.linalg.vector_norm(x.detach(), float("inf")).isfinite().to(device) for x in tensors if x.numel()]
     if not finite:
-        return torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+        return torch.zeros((), dtype=torch.int64, device=device)
     return (~torch.stack(finite)).sum()
 
 

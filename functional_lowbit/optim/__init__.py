@@ -1,0 +1,3 @@
+"""torch.optim shells: any transformation as a `torch.optim.Optimizer`."""
+
+from functional_lowbit.optim._optimizer import Optimizer as Optimizer

@@ -1,0 +1,85 @@
+"""Param groups read: parameters by name, and the transformation that their hyperparameters make."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from functional_lowbit._base import GradientTransformation
+from functional_lowbit.optim._hyper import Hypers
+
+
+def check_tx(tx: Any, with_defaults: bool) -> None:
+    """Refuse what is neither a transformation nor, with defaults, a function that makes one."""
+    kind = type(tx).__name__
+    if not with_defaults and not _is_transformation(tx):
+        raise TypeError(
+            f"Optimizer: tx must be a GradientTransformation, got {kind}; a function that makes one needs defaults"
+        )
+    if with_defaults and (_is_transformation(tx) or not callable(tx)):
+        raise TypeError(f"Optimizer: with defaults, tx must be a function of hyperparameters, got {kind}")
+
+
+def params_of(groups: Sequence[Mapping[str, Any]], members: Sequence[int], taken: Collection[str]) -> dict[str, Tensor]:
+    """The parameters of some groups by name; without names, by their number through all groups.
+
+    Args:
+        groups: All groups, as torch keeps them.
+        members: The indices of those that are meant.
+        taken: Names that parameters of other groups have.
+
+    Raises:
+        ValueError: for two parameters of one name, a parameter that stands twice, and one without memory.
+    """
+    params: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for i in members:
+        first = sum(len(group["params"]) for group in groups[:i])
+        own = groups[i]["params"]
+        names = groups[i].get("param_names") or [str(first + k) for k in range(len(own))]
+        for name, p in zip(names, own, strict=True):
+            if name in params or name in taken:
+                raise ValueError(f"Optimizer: two parameters have the name {name!r}; rename one")
+            if id(p) in seen:
+                raise ValueError(f"Optimizer: parameter {name!r} stands twice in group {i}; leave one out")
+            if p.device.type == "meta":
+                raise ValueError(
+                    f"Optimizer: parameter {name!r} is on the meta device; give it memory first (Module.to_empty), "
+                    "since its state is made now"
+                )
+            params[name] = p
+            seen.add(id(p))
+    return params
+
+
+def refuse_numbers(groups: Sequence[Mapping[str, Any]], members: Sequence[int]) -> None:
+    """Refuse a hyperparameter that would have no effect."""
+    for i in members:
+        for name, value in groups[i].items():
+            if name != "params" and isinstance(value, (int, float, tuple, Tensor)) and not isinstance(value, bool):
+                raise ValueError(
+                    f"Optimizer: group {i} has {name!r}, which a transformation does not read; give a function "
+                    "tx(**hyperparameters) and defaults"
+                )
+
+
+def make_tx(
+    function: Callable[..., Any], defaults: Mapping[str, Any], group: Mapping[str, Any]
+) -> tuple[GradientTransformation, Hypers]:
+    """The transformation of a group, and the tensors that it reads its hyperparameters from.
+
+    Raises:
+        TypeError, ValueError: for a hyperparameter that the transformation refuses, and for a function that makes none.
+    """
+    hypers = Hypers(defaults, group)
+    function(**{name: group[name] for name in defaults})  # with the numbers themselves, whose ranges are checked
+    tx = function(**hypers.values)
+    if not _is_transformation(tx):
+        raise TypeError(
+            f"Optimizer: tx(**hyperparameters) must return a GradientTransformation, got {type(tx).__name__}"
+        )
+    return tx, hypers
+
+
+def _is_transformation(x: Any) -> bool:
+    return hasattr(x, "init") and hasattr(x, "update")

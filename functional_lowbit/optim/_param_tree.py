@@ -1,0 +1,142 @@
+"""The parameters that one transformation updates together, with its state and its compiled step."""
+
+from collections.abc import Mapping
+from operator import is_
+from typing import Any
+
+from torch import Tensor
+
+from functional_lowbit import _check, _tree
+from functional_lowbit._base import GradientTransformation
+from functional_lowbit._compile import Step
+from functional_lowbit.optim import _entries
+from functional_lowbit.optim._hyper import Hypers
+
+
+class ParamTree:
+    """The parameters that one transformation updates together.
+
+    Args:
+        tx: The transformation.
+        step: `fl.compile(tx)`, donated.
+        params: Parameter by name.
+        groups: Indices of the param groups that they are from.
+        hypers: What `tx` reads of its group; None if it reads nothing.
+    """
+
+    def __init__(
+        self,
+        tx: GradientTransformation,
+        step: Step,
+        params: dict[str, Tensor],
+        groups: list[int],
+        hypers: Hypers | None,
+    ):
+        self.step = step
+        self.params = params
+        self.groups = groups
+        self.hypers = hypers
+        self.places = [_place(p) for p in params.values()]
+        self.link(tx.init(params))
+
+    def link(self, state: Any) -> None:
+        """Take a state, and find out which leaf belongs to which parameter."""
+        self.state = state
+        self.tensors = _tree.leaves(state)
+        own: dict[str, dict[str, Any]] = {name: {} for name in self.params}
+        shared: dict[str, Any] = {}
+
+        def note(owner: str | None, name: str, leaf: Any) -> Any:
+            (shared if owner is None else own[owner])[name] = leaf
+            return leaf
+
+        _entries.map_leaves(note, state, self.params)
+        self.shared = list(shared)
+        # Parameter to leaves by name; what belongs to all parameters stands with each.
+        self.leaves = {name: {**leaves, **shared} for name, leaves in own.items()}
+        self.live = {name: _entries.live(leaves, self.params[name].device) for name, leaves in self.leaves.items()}
+
+    def check(self, held: Mapping[Tensor, Any], alone: bool) -> dict[str, Tensor | None]:
+        """Look at everything before anything is written, and return the gradients.
+
+        Args:
+            held: `optimizer.state`.
+            alone: Whether this is the only tree. If so, it is left to the step to look at the gradients.
+
+        Raises:
+            TypeError, ValueError: for what does not fit.
+        """
+        for (name, p), place in zip(self.params.items(), self.places, strict=True):
+            if (now := _place(p)) != place:
+                raise ValueError(
+                    f"Optimizer.step: parameter {name!r} was {_words(*place)} when the optimizer was made, and is "
+                    f"{_words(*now)} now; make the optimizer after the model is moved and sharded"
+                )
+            entries = held.get(p, {})
+            for key, value in self.live[name].items():
+                if entries.get(key) is not value:
+                    raise ValueError(
+                        f"Optimizer.step: {key!r} in the state of {name!r} was replaced; use load_state_dict, which "
+                        "writes into the optimizer's own tensors"
+                    )
+        grads = {name: p.grad if p.requires_grad else None for name, p in self.params.items()}
+        if not alone:
+            _check.updates("Optimizer.step", list(self.params), list(grads.values()), list(self.params.values()))
+        return grads
+
+    def update_(self, grads: Mapping[str, Tensor | None]) -> bool:
+        """One step, written into parameters and state. Whether the state has other tensors now."""
+        _, self.state = self.step(grads, self.state, self.params)
+        tensors = _tree.leaves(self.state)
+        if len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors)):
+            return False
+        self.link(self.state)
+        return True
+
+    def checked(self, saved: Mapping[Tensor, Any]) -> dict[str, dict[str, Any]]:
+        """New leaves, by parameter and name, from what was saved of each parameter. Nothing is written.
+
+        A parameter that needs no gradient may be missing, and its counters are not compared: of such a one,
+        `set_optimizer_state_dict` hands on nothing, or what the optimizer has now.
+        """
+        new: dict[str, dict[str, Any]] = {}
+        for name, p in self.params.items():
+            if p in saved:
+                speaker = f"Optimizer.load_state_dict: the state of {name!r}"
+                new[name] = _entries.load(speaker, self.leaves[name], saved[p])
+            elif p.requires_grad:
+                raise ValueError(
+                    f"Optimizer.load_state_dict: state_dict has no state of {name!r}; save it with the optimizer that "
+                    "has this parameter"
+                )
+        for key in self.shared:
+            values = [(name, leaves[key]) for name, leaves in new.items() if self.params[name].requires_grad]
+            for name, value in values[1:]:
+                if not _entries.equal(value, values[0][1]):
+                    raise ValueError(
+                        f"Optimizer.load_state_dict: {key!r} is {values[0][1]} for {values[0][0]!r} and {value} for "
+                        f"{name!r}, but one step updates both; load into an optimizer with the groups of the saved one"
+                    )
+        return new
+
+    def take_(self, new: Mapping[str, Mapping[str, Any]]) -> None:
+        """Write new leaves into the state."""
+        if not new:
+            return
+        first = next((name for name in new if self.params[name].requires_grad), next(iter(new)))
+
+        def write(owner: str | None, name: str, leaf: Any) -> Any:
+            leaves = new.get(first if owner is None else owner)
+            return leaf if leaves is None else _entries.write_(leaf, leaves[name])
+
+        self.link(_entries.map_leaves(write, self.state, self.params))
+
+
+def _place(p: Tensor) -> tuple[Any, ...]:
+    """Where a parameter is: device, global shape, mesh and placements."""
+    return p.device, tuple(p.shape), getattr(p, "device_mesh", None), getattr(p, "placements", None)
+
+
+def _words(device: Any, shape: tuple[int, ...], mesh: Any, placements: Any) -> str:
+    kind = "a tensor" if mesh is None else f"a DTensor with {placements}"
+    return f"{kind} of shape {shape} on {device}"
