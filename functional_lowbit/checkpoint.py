@@ -155,7 +155,7 @@ def _flat(speaker: str, target: Path, tree: Any) -> dict[str, Any]:
 
 def _write(speaker: str, target: Path, flat: dict[str, Any], group: Any) -> None:
     _ranks.together(speaker, lambda: _folder.prepare(speaker, target) if _ranks.first() else None, group)
-    writer = dcp.FileSystemWriter(_folder.partial(target))
+    writer = _Writer(_folder.partial(target))
     try:
         if _ranks.here():
             dcp.save(flat, storage_writer=writer, process_group=group)
@@ -175,14 +175,27 @@ def _write(speaker: str, target: Path, flat: dict[str, Any], group: Any) -> None
     _ranks.together(speaker, lambda: _folder.put_in_place(speaker, target) if _ranks.first() else None, group)
 
 
+class _Writer(dcp.FileSystemWriter):
+    """Tells of a full disk, which torch hides behind an error of its own about positions in a file."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from None
+
+
 def _cannot_write(speaker: str, target: Path, error: BaseException, where: str) -> OSError:
+    kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
     return OSError(
-        f"{speaker}: could not write {str(target)!r}{where}: {type(error).__name__}: {error}; what was saved there "
-        "before is untouched"
+        f"{speaker}: could not write {str(target)!r}{where}: {kind}{error}; what was saved there before is untouched"
     )
 
 
-def _write_alone(flat: dict[str, Any], writer: dcp.FileSystemWriter) -> None:
+def _write_alone(flat: dict[str, Any], writer: _Writer) -> None:
     """The steps of dcp.save for one process, which it takes with a warning that there are no ranks."""
     planner = dcp.DefaultSavePlanner()
     planner.set_up_planner(flat, writer.storage_meta(), is_coordinator=True)
