@@ -1,9 +1,9 @@
 """checkpoint.save and load in one process: what is read is what was written, and no damage goes unnoticed."""
 
 import json
-import multiprocessing
 import os
-import time
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -298,27 +298,32 @@ def test_killed_between_the_two_renames(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["a"]
 
 
-def _save_for_ever(path: Path, pipe: Any) -> None:
-    fl.checkpoint.save(path, {"w": torch.zeros(100)})
-    pipe.send("saved")
-    while True:
-        fl.checkpoint.save(path, {"w": torch.ones(100)})
+KILLER = """
+import os, signal, sys, time, torch, functional_lowbit as fl
+torch.set_num_threads(1)
+for k in range(20):
+    path = f"{sys.argv[1]}/{k}/a"
+    saved, say = os.pipe()
+    saver = os.fork()
+    if saver == 0:
         fl.checkpoint.save(path, {"w": torch.zeros(100)})
+        os.write(say, b".")
+        while True:
+            fl.checkpoint.save(path, {"w": torch.ones(100)})
+            fl.checkpoint.save(path, {"w": torch.zeros(100)})
+    assert os.read(saved, 1) == b"."
+    time.sleep(0.0013 * k)
+    os.kill(saver, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(saver, 0)[1]) == -signal.SIGKILL
+"""
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """One that saves without a pause is killed; each time there is a whole checkpoint, and the next save tidies up."""
-    processes = multiprocessing.get_context("forkserver")
+    subprocess.run([sys.executable, "-c", KILLER, str(tmp_path)], check=True, timeout=120)
     left = set()
     for k in range(20):
         path = tmp_path / str(k) / "a"
-        here, there = processes.Pipe()
-        saver = processes.Process(target=_save_for_ever, args=(path, there))
-        saver.start()
-        assert here.recv() == "saved"
-        time.sleep(0.0013 * k)
-        saver.kill()  # SIGKILL
-        saver.join()
         left |= set(_names(path.parent))
         loaded = fl.checkpoint.load(path, {"w": torch.full((100,), 7.0)})["w"]
         assert loaded.eq(loaded[0]).all()
