@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_lowbit import _schema, _tree
 from functional_lowbit._quantized import QuantizedTensor
-from functional_lowbit._reading import Reading, reading
+from functional_lowbit._reading import Reading, numbers, reading
 from functional_lowbit.sharding import ShardSpec
 
 
@@ -172,7 +172,7 @@ def _moved(saved: Any, device: torch.device | None) -> Any:
 def _part(leaf: Any, ending: str) -> Any:
     """What is saved of a leaf under one ending of its name."""
     if ending == _schema.VALUES:
-        return leaf.dequantize()
+        return numbers(leaf)
     return getattr(leaf, ending[1:]) if ending else leaf
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate
 from functional_lowbit import _schema, formats
 from functional_lowbit._quantized import Layout, QuantizedTensor, encode, zeros
 from functional_lowbit.formats._format import pack
-from functional_lowbit.sharding import ShardSpec, contiguous_stride, local_of
+from functional_lowbit.sharding import ShardSpec, contiguous_stride, local_of, wrap
 
 META = torch.device("meta")
 WAY_OUT = "pass convert=True to convert it"
@@ -100,7 +100,7 @@ def _from_codes(own: Any, layout: Layout) -> Reading:
     spec = own.layout.spec if isinstance(own, QuantizedTensor) else ShardSpec.of(own)
 
     def build(parts: Mapping[str, Any]) -> Any:
-        values: Any = QuantizedTensor(parts[".codes"], parts.get(".scales"), layout).dequantize()
+        values: Any = numbers(QuantizedTensor(parts[".codes"], parts.get(".scales"), layout))
         if spec is not None and tuple(values.placements) != spec.placements:
             values = values.redistribute(spec.mesh, spec.placements)  # from Replicate: nothing is sent
         return write_again(local_of(values), own.layout) if isinstance(own, QuantizedTensor) else values
@@ -123,6 +123,11 @@ def _saved_layout(
     if spec is None or not layout.cut:
         return layout
     return layout._replace(spec=ShardSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, spec.shape, spec.stride))
+
+
+def numbers(leaf: QuantizedTensor) -> Tensor:
+    """What a leaf stands for, contiguous: `dequantize` may return a view that leaves out padding."""
+    return wrap(local_of(leaf.dequantize()).contiguous(), leaf.layout.spec)
 
 
 def write_again(local: Tensor, layout: Layout) -> QuantizedTensor:

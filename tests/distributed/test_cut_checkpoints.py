@@ -1,0 +1,185 @@
+"""Checkpoints of leaves whose rows the mesh cuts: saved as numbers, so that any mesh can read them.
+
+Their blocks belong to one mesh. On the same mesh a run goes on bit for bit; on another one the numbers are written in
+that mesh's blocks, which is one rounding more, and no other difference.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import world as w
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from whole import bits
+from world import World
+
+import functional_lowbit as fl
+from functional_lowbit.sharding import ShardSpec, local_of
+
+SHAPES = {"columns": (70, 500), "long": (9001,), "short": (2, 4099), "rows": (33, 512)}
+SCALED = [name for name in fl.formats.names() if fl.formats.get(name).scaled]
+
+
+def placed(name: str, seed: int, mesh: tuple[int, ...]) -> Any:
+    """Columns over the ranks, but for one leaf; on a mesh of two dimensions also rows, or repeated."""
+    x = w.random(SHAPES[name], seed)
+    if not dist.is_initialized():
+        return x
+    dim = Shard(1) if name in ("columns", "short") else Shard(0)
+    if not mesh:
+        return w.shard(x, w.mesh(), dim)
+    first = Shard(0) if name == "columns" else Replicate()
+    return w.shard(x, w.mesh(*mesh), first, dim)
+
+
+@cache
+def rule(format: str) -> Any:
+    tx = fl.adamw8bit(1e-2, format=format)
+    return tx, fl.compile(tx, backend="eager")
+
+
+def start(seed: int, mesh: tuple[int, ...]) -> dict[str, Any]:
+    tree = {}
+    for format in SCALED:
+        params = {name: placed(name, seed + i, mesh) for i, name in enumerate(SHAPES)}
+        tree[format] = {"params": params, "state": rule(format)[0].init(params)}
+    return tree
+
+
+def advance(tree: dict[str, Any], steps: range, mesh: tuple[int, ...]) -> dict[str, Any]:
+    for k in steps:
+        grads = {name: placed(name, 9 * k + i, mesh) for i, name in enumerate(SHAPES)}
+        for format, one in tree.items():
+            one["params"], one["state"] = rule(format)[1](grads, one["state"], one["params"])
+    return tree
+
+
+def codes(tree: dict[str, Any]) -> list[Any]:
+    """This rank's own codes and scales."""
+    return [
+        w.digest(local_of(part))
+        for one in tree.values()
+        for field in (one["state"][0].mu, one["state"][0].nu)
+        for name in SHAPES
+        for part in (field[name].codes, field[name].scales)
+    ]
+
+
+def save(where: str, mesh: tuple[int, ...]) -> Any:
+    """Saved twice, by us and by torch: what it was, and what the run is that goes on."""
+    tree = advance(start(0, mesh), range(2), mesh)
+    was, own = bits(tree), codes(tree)
+    fl.checkpoint.save(where, tree)
+    if dist.is_initialized():
+        states = {name: {"params": one["params"], "state": fl.state_dict(one["state"])} for name, one in tree.items()}
+        dcp.save(states, checkpoint_id=where + "-torch")
+    assert bits(tree) == was
+    assert codes(tree) == own
+    values = {
+        (name, field, leaf): w.whole(getattr(tree[name]["state"][0], field)[leaf].dequantize()).contiguous()
+        for name in SCALED
+        for field in ("mu", "nu")
+        for leaf in SHAPES
+    }
+    if not dist.is_initialized() or w.rank() == 0:
+        torch.save(values, where + "-values")
+    return was, own, bits(advance(tree, range(2, 4), mesh))
+
+
+def load(where: str, mesh: tuple[int, ...], how: str) -> Any:
+    tree = start(5, mesh)
+    if how == "ours":
+        tree = fl.checkpoint.load(where, tree)
+    else:
+        states = {name: {"params": one["params"], "state": fl.state_dict(one["state"])} for name, one in tree.items()}
+        dcp.load(states, checkpoint_id=where + "-torch")
+        for name, one in tree.items():
+            tree[name] = {
+                "params": states[name]["params"],
+                "state": fl.load_state_dict(one["state"], states[name]["state"]),
+            }
+    was, own = bits(tree), codes(tree)
+    return was, own, tree, mesh
+
+
+def same_mesh(where: str, mesh: tuple[int, ...], how: str) -> Any:
+    was, own, tree, _ = load(where, mesh, how)
+    return was, own, bits(advance(tree, range(2, 4), mesh))
+
+
+def other_mesh(where: str, mesh: tuple[int, ...], how: str) -> list[str]:
+    """Which leaves are not the saved numbers, written once in this mesh's blocks."""
+    values = torch.load(where + "-values")
+    tree = load(where, mesh, how)[2]
+    wrong = []
+    for (format, field, name), value in values.items():
+        leaf = getattr(tree[format]["state"][0], field)[name]
+        own = leaf.codes
+        spec = ShardSpec.of(tree[format]["params"][name])
+        here = value if spec is None else w.shard(value, spec.mesh, *spec.placements)
+        wanted = fl.quantize(here, format, signed=field == "mu", block_size=leaf.block_size)
+        assert isinstance(own, DTensor) == dist.is_initialized()
+        assert leaf.layout[:5] == wanted.layout[:5], (leaf.layout, wanted.layout)
+        found, written = (local_of(x.dequantize()) for x in (leaf, wanted))
+        if not leaf.format.codec(field == "mu").idempotent:
+            # A block that reads as it was saved is better than what is written anew, which shrinks a negative maximum.
+            written = torch.where(found == local_of(here), found, written)
+        if not torch.equal(found, written):
+            wrong.append(f"{format} {field} {name}")
+    return wrong
+
+
+@pytest.fixture(scope="session")
+def saved(place: Path) -> Callable[..., Any]:
+    known: dict[Any, Any] = {}
+
+    def get(ranks: int, mesh: tuple[int, ...] = ()) -> Any:
+        if (ranks, mesh) not in known:
+            where = str(place / f"cut-{ranks}-{mesh}")
+            world = World(ranks, place)
+            known[ranks, mesh] = where, world.run(save, where, mesh)
+            world.close()
+        return known[ranks, mesh]
+
+    return get
+
+
+MESHES = [(2, ()), (3, ()), (4, ()), (4, (2, 2))]
+
+
+@pytest.mark.parametrize(("world", "mesh"), MESHES, indirect=["world"], ids=str)
+@pytest.mark.parametrize("how", ["ours", "torch"])
+def test_on_the_same_mesh_bit_for_bit(world: World, saved: Callable[..., Any], mesh: tuple[int, ...], how: str) -> None:
+    where, before = saved(world.size, mesh)
+    for wanted, result in zip(before, world.run(same_mesh, where, mesh, how), strict=True):
+        assert result == wanted
+
+
+@pytest.mark.parametrize("before", [(0, ()), *MESHES], ids="from={}".format)
+@pytest.mark.parametrize(("world", "mesh"), [(1, ()), *MESHES], indirect=["world"], ids=str)
+def test_on_another_mesh_the_numbers_are_written_once_more(
+    world: World, saved: Callable[..., Any], before: tuple[int, tuple[int, ...]], mesh: tuple[int, ...]
+) -> None:
+    where, _ = saved(*before)
+    for wrong in world.run(other_mesh, where, mesh, "ours"):
+        assert wrong == []
+
+
+@pytest.mark.parametrize("before", MESHES, ids="from={}".format)
+def test_without_ranks(alone: Callable[..., Any], saved: Callable[..., Any], place: Path, before: Any) -> None:
+    where, _ = saved(*before)
+    world = World(0, place)
+    assert world.run(other_mesh, where, (), "ours") == [[]]
+    world.close()
+
+
+@pytest.mark.parametrize(("world", "mesh"), [(2, ()), (4, (2, 2))], indirect=["world"], ids=str)
+def test_torch_alone_loads_them_on_another_mesh(world: World, saved: Callable[..., Any], mesh: tuple[int, ...]) -> None:
+    where, _ = saved(3)
+    for wrong in world.run(other_mesh, where, mesh, "torch"):
+        assert wrong == []
