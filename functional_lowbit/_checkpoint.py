@@ -166,7 +166,10 @@ def _entry(x: Any) -> Entry:
 
 
 def _moved(saved: Any, device: torch.device | None) -> Any:
-    return saved.to(device) if isinstance(saved, Tensor) and saved.device != device else saved
+    """On the leaf's device; a leaf on the meta device only says what is wanted."""
+    if not isinstance(saved, Tensor) or device is None or device.type == "meta" or saved.device == device:
+        return saved
+    return saved.to(device)
 
 
 def _part(leaf: Any, ending: str) -> Any:

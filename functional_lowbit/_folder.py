@@ -14,6 +14,11 @@ from torch.distributed.checkpoint import FileSystemReader
 METADATA = ".metadata"  # written last, by torch
 
 
+def real(path: str | os.PathLike[str]) -> Path:
+    """The folder that a path stands for; behind a link, what the link leads to."""
+    return Path(os.path.realpath(path))
+
+
 def partial(path: Path) -> Path:
     """Where a checkpoint is written before it is complete."""
     return path.with_name(path.name + ".partial")
@@ -47,7 +52,13 @@ def prepare(speaker: str, path: Path) -> None:
 
 
 def put_in_place(speaker: str, path: Path) -> None:
-    """Give the complete folder its name. The one that it replaces is removed only then."""
+    """Give the complete folder its name. The one that it replaces is removed only then.
+
+    Raises:
+        OSError: if it cannot be renamed.
+        ValueError: if a file is not there, as where ranks do not write to one disk.
+    """
+    metadata(speaker, partial(path))
     try:
         _sync(partial(path))
         if path.exists():

@@ -40,6 +40,25 @@ def together(speaker: str, action: Callable[[], T], group: Any = None) -> T:
     return result  # type: ignore[return-value]
 
 
+def same(speaker: str, what: str, value: Any, group: Any = None) -> None:
+    """Refuse, on all ranks, what is not the same on all.
+
+    Raises:
+        ValueError: with the first rank whose value differs from that of rank 0.
+        RuntimeError: if another rank ended, or did not come.
+    """
+    if not here():
+        return
+    values: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except Exception as lost:
+        raise RuntimeError(f"{speaker}: another rank ended, or did not come: {lost}") from lost
+    other = next((rank for rank, theirs in enumerate(values) if theirs != values[0]), None)
+    if other is not None:
+        raise ValueError(f"{speaker}: {what} must be the same on all ranks, but differs on ranks 0 and {other}")
+
+
 def _kind(error: Exception) -> str:
     return next(name for name in (type(error).__name__, "OSError", "ValueError", "RuntimeError") if _fits(error, name))
 
@@ -51,12 +70,6 @@ def _fits(error: Exception, name: str) -> bool:
 def first() -> bool:
     """Whether this is the rank that makes and renames folders."""
     return not here() or dist.get_rank() == 0
-
-
-def pause(group: Any = None) -> None:
-    """Wait for all ranks."""
-    if here():
-        dist.barrier(group=group)
 
 
 _gloo: list[Any] = []  # [the world that it was made in, the group]

@@ -32,7 +32,8 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
 
     Raises:
         OSError: where nothing can be written: a read-only folder, a full disk. On all ranks.
-        ValueError: if `path` is something else than a checkpoint, or is being written by `async_save`.
+        ValueError: if `path` is something else than a checkpoint, or is being written by `async_save`; if ranks give
+            different paths, structures or numbers.
         RuntimeError: if another rank ended.
         TypeError: for a leaf that cannot be saved.
 
@@ -46,8 +47,9 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
         >>> loaded["epoch"], loaded["state"][0].mu["w"]
         (3, QuantizedTensor(companded8, shape=(64, 64), block_size=256))
     """
-    speaker, target = "checkpoint.save", Path(path).absolute()
+    speaker, target = "checkpoint.save", _folder.real(path)
     flat = _ranks.together(speaker, lambda: _flat(speaker, target, tree))
+    _same_on_all(speaker, target, flat)
     _write(speaker, target, flat, None)
 
 
@@ -64,7 +66,7 @@ def async_save(path: str | os.PathLike[str], tree: Any) -> "Future[None]":
         A future; `.result()` waits until the checkpoint is in place, and raises what `save` would have raised.
 
     Raises:
-        ValueError: if `path` is already being written.
+        ValueError: if `path` is already being written; if ranks give different paths, structures or numbers.
         TypeError: for a leaf that cannot be saved.
 
     Example:
@@ -75,8 +77,9 @@ def async_save(path: str | os.PathLike[str], tree: Any) -> "Future[None]":
         ...     fl.checkpoint.load(f"{folder}/last", {"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
-    speaker, target = "checkpoint.async_save", Path(path).absolute()
+    speaker, target = "checkpoint.async_save", _folder.real(path)
     flat = _ranks.together(speaker, lambda: _copied(_flat(speaker, target, tree)))
+    _same_on_all(speaker, target, flat)
     group = _ranks.own_group()
     if not _writer:
         _writer.append(ThreadPoolExecutor(1, "functional_lowbit.checkpoint"))
@@ -99,7 +102,8 @@ def load(path: str | os.PathLike[str], tree: Any, *, convert: bool = False) -> A
     Args:
         path: What was given to `save`.
         tree: A tree of the same structure, for instance of a fresh model and `tx.init(params)`; its sharding is the
-            one that the result has. It is not written to.
+            one that the result has. It is not written to. Leaves on the meta device take no memory; the result's are
+            on the device of their mesh, or on the CPU if they are plain.
         convert: As in `load_state_dict`: whether another format or block size may be converted.
 
     Returns:
@@ -120,7 +124,7 @@ def load(path: str | os.PathLike[str], tree: Any, *, convert: bool = False) -> A
             ...
         ValueError: checkpoint.load: leaf 'w' was saved with shape [2], but the state has [3]
     """
-    speaker, target = "checkpoint.load", Path(path).absolute()
+    speaker, target = "checkpoint.load", _folder.real(path)
 
     def look() -> Any:
         folder = _folder.find(speaker, target)
@@ -151,6 +155,12 @@ def _flat(speaker: str, target: Path, tree: Any) -> dict[str, Any]:
     if target in _running:
         raise ValueError(f"{speaker}: {str(target)!r} is being written by async_save; wait for its result first")
     return _checkpoint.state_dict(tree)
+
+
+def _same_on_all(speaker: str, target: Path, flat: Mapping[str, Any]) -> None:
+    _ranks.same(speaker, "path", str(target))
+    _ranks.same(speaker, "the tree's structure", flat[_schema.SCHEMA])
+    _ranks.same(speaker, "a number in the tree", {name: x for name, x in flat.items() if not isinstance(x, Tensor)})
 
 
 def _write(speaker: str, target: Path, flat: dict[str, Any], group: Any) -> None:
@@ -229,6 +239,8 @@ def _empty(like: Any, device: torch.device | None) -> Any:
     if not isinstance(like, Tensor):
         return like
     spec = sharding.ShardSpec.of(like)
+    if device is not None and device.type == "meta":
+        device = torch.device("cpu" if spec is None else spec.mesh.device_type)
     empty = torch.empty_like(sharding.local_of(like), device=device, requires_grad=False)
     return empty if spec is None else spec.wrap(empty)
 

@@ -103,6 +103,30 @@ def test_stochastic_rounding_goes_on_bit_equal(tmp_path: Path) -> None:
     assert not same(run_step(other, loaded["params"], grads[3:], loaded["state"]), wanted)
 
 
+def test_into_a_tree_without_memory(tmp_path: Path) -> None:
+    """A model and a state on the meta device say what is wanted; what is loaded is real."""
+    for format in ("companded8", "bfloat16"):
+        tree = _tree(format)
+        fl.checkpoint.save(tmp_path / "a", tree)
+        params = {name: torch.empty_like(x, device="meta") for name, x in tree["params"].items()}
+        state = fl.adam8bit(0.1, format=format).init(params)
+        assert state[0].mu["w"].codes.is_meta
+        assert same(fl.checkpoint.load(tmp_path / "a", {**tree, "params": params, "state": state}), tree)
+        other = fl.adam4bit(0.1).init(params)
+        loaded = fl.checkpoint.load(tmp_path / "a", {**tree, "params": params, "state": other}, convert=True)
+        real = fl.adam4bit(0.1).init(tree["params"])
+        assert same(loaded["state"], fl.load_state_dict(real, fl.state_dict(tree["state"]), convert=True))
+        assert same(fl.load_state_dict(state, fl.state_dict(tree["state"])), tree["state"])
+
+
+def test_behind_a_link(tmp_path: Path) -> None:
+    fl.checkpoint.save(tmp_path / "a", {"n": 1})
+    (tmp_path / "last").symlink_to("a")
+    fl.checkpoint.save(tmp_path / "last", {"n": 2})
+    assert fl.checkpoint.load(tmp_path / "last", {"n": 0}) == fl.checkpoint.load(tmp_path / "a", {"n": 0}) == {"n": 2}
+    assert _names(tmp_path) == ["a", "last"]
+
+
 def test_async_save_is_of_the_moment(tmp_path: Path) -> None:
     """Later steps write into the same buffers; the file has what was there when it was asked for."""
     tree = _tree()

@@ -163,6 +163,79 @@ def test_a_failure_on_one_rank_is_one_of_all(world: World, place: Path) -> None:
     assert not Path(where + "-new").exists()
 
 
+def different_trees(where: str) -> Any:
+    """A structure, a number and a path that differ between the ranks."""
+    tree = tree_of(1)
+    me = w.rank()
+    other = {**tree, "more": 1} if me else tree
+    return [
+        text_of(lambda: fl.checkpoint.save(where, other)),
+        text_of(lambda: fl.checkpoint.async_save(where, other)),
+        text_of(lambda: fl.checkpoint.save(where, {**tree, "n": me})),
+        text_of(lambda: fl.checkpoint.save(f"{where}-{me}", tree)),
+    ]
+
+
+@two
+def test_ranks_that_do_not_save_the_same(world: World, place: Path) -> None:
+    where = str(place / "different")
+    for texts in world.run(different_trees, where):
+        assert texts == [
+            f"ValueError: checkpoint.{speaker}: {what} must be the same on all ranks, but differs on ranks 0 and 1"
+            for speaker, what in (
+                ("save", "the tree's structure"),
+                ("async_save", "the tree's structure"),
+                ("save", "a number in the tree"),
+                ("save", "path"),
+            )
+        ]
+    assert not list(place.glob("different*"))
+
+
+def lost_on_the_way(where: str) -> Any:
+    """Rank 1 writes to a disk that rank 0 does not see."""
+    write = fl.checkpoint._Writer.write_data
+
+    def elsewhere(self: Any, *args: Any) -> Any:
+        written = write(self, *args)
+        for file in Path(self.path).glob("__1_*"):
+            file.unlink()
+        return written
+
+    fl.checkpoint._Writer.write_data = elsewhere if w.rank() == 1 else write  # type: ignore[method-assign]
+    try:
+        return text_of(lambda: fl.checkpoint.save(where, tree_of(3)))
+    finally:
+        fl.checkpoint._Writer.write_data = write  # type: ignore[method-assign]
+
+
+@two
+def test_ranks_without_a_disk_in_common(world: World, place: Path) -> None:
+    """The older checkpoint is not replaced by one that lacks a rank's file."""
+    where = str(place / "lost")
+    saved = world.run(save, where, 1)
+    file = f"{where}.partial/__1_0.distcp"
+    texts = world.run(lost_on_the_way, where)
+    assert texts[0] == f"ValueError: checkpoint.save: the file '{file}' of the checkpoint is missing"
+    assert texts[1] == texts[0] + " (on rank 0)"
+    assert world.run(load, where) == saved
+
+
+def meta_tree(where: str) -> Any:
+    """A state on the meta device is a template; the result is real, and sharded as the template is."""
+    tree = tree_of(1)
+    meta = {name: torch.empty_like(x, device="meta") for name, x in tree["params"].items()}
+    state = fl.adamw8bit(1e-2).init(meta)
+    loaded = fl.checkpoint.load(where, {"params": meta, "state": state, "n": 0})
+    return bits(loaded)
+
+
+@two
+def test_into_a_tree_without_memory(world: World, place: Path) -> None:
+    where = str(place / "meta")
+    assert world.run(save, where, 1) == world.run(meta_tree, where)
+
+
 def nowhere(where: str) -> Any:
     tree = tree_of(1)
     before = bits(tree)
