@@ -114,11 +114,14 @@ def same_mesh(where: str, mesh: tuple[int, ...], how: str) -> Any:
     return was, own, bits(advance(tree, range(2, 4), mesh))
 
 
-def other_mesh(where: str, mesh: tuple[int, ...], how: str) -> list[str]:
-    """Which leaves are not the saved numbers, written once in this mesh's blocks."""
+def other_mesh(where: str, mesh: tuple[int, ...], how: str) -> tuple[list[str], dict[Any, float]]:
+    """Which leaves are not the saved numbers, written once in this mesh's blocks; and how far off these are.
+
+    That is the norm of the difference over the norm of the moment, the largest over the leaves.
+    """
     values = torch.load(where + "-values")
     tree = load(where, mesh, how)[2]
-    wrong = []
+    wrong, off = [], dict.fromkeys(product(SCALED, ("mu", "nu")), 0.0)
     for (format, field, name), value in values.items():
         leaf = getattr(tree[format]["state"][0], field)[name]
         own = leaf.codes
@@ -133,7 +136,9 @@ def other_mesh(where: str, mesh: tuple[int, ...], how: str) -> list[str]:
             written = torch.where(found == local_of(here), found, written)
         if not torch.equal(found, written):
             wrong.append(f"{format} {field} {name}")
-    return wrong
+        error = (w.whole(leaf.dequantize()) - value).norm() / value.norm()
+        off[format, field] = max(off[format, field], error.item())
+    return wrong, off
 
 
 @pytest.fixture(scope="session")
@@ -159,6 +164,27 @@ def test_on_the_same_mesh_bit_for_bit(world: World, saved: Callable[..., Any], m
         assert result == wanted
 
 
+# What rounding once more costs in Adam's (mu, nu) after two steps of normal gradients: the norm of the difference over
+# the norm of the moment. Measured here, and rounded up; docs/checkpoints.md quotes it.
+OFF = {
+    "companded8": (0.005, 0.004),
+    "dynamic8": (0.010, 0.006),
+    "e4m3": (0.021, 0.021),
+    "e5m2": (0.040, 0.040),
+    "root4": (0.09, 0.07),
+    "dynamic4": (0.10, 0.05),
+}
+
+
+def written_once_more(result: tuple[list[str], dict[Any, float]]) -> None:
+    wrong, off = result
+    assert wrong == []
+    for format, bounds in OFF.items():
+        assert off.pop((format, "mu")) <= bounds[0]
+        assert off.pop((format, "nu")) <= bounds[1]
+    assert off == {}
+
+
 BEFORE = [(0, ()), (2, ()), (4, (2, 2))]
 
 
@@ -167,19 +193,19 @@ BEFORE = [(0, ()), (2, ()), (4, (2, 2))]
 def test_on_another_mesh_the_numbers_are_written_once_more(
     world: World, saved: Callable[..., Any], before: tuple[int, tuple[int, ...]]
 ) -> None:
-    for wrong in world.run(other_mesh, saved(*before)[0], (), "ours"):
-        assert wrong == []
+    for result in world.run(other_mesh, saved(*before)[0], (), "ours"):
+        written_once_more(result)
 
 
 @pytest.mark.parametrize("before", BEFORE[1:], ids="from={}".format)
 def test_without_ranks(alone: Callable[..., Any], saved: Callable[..., Any], before: Any) -> None:
-    assert alone(other_mesh, saved(*before)[0], (), "ours") == []
+    written_once_more(alone(other_mesh, saved(*before)[0], (), "ours"))
 
 
 @pytest.mark.parametrize(("world", "mesh"), [(2, ()), (4, (2, 2))], indirect=["world"], ids=str)
 def test_torch_alone_loads_them_on_another_mesh(world: World, saved: Callable[..., Any], mesh: tuple[int, ...]) -> None:
-    for wrong in world.run(other_mesh, saved(3)[0], mesh, "torch"):
-        assert wrong == []
+    for result in world.run(other_mesh, saved(3)[0], mesh, "torch"):
+        written_once_more(result)
 
 
 def version_1() -> Any:
