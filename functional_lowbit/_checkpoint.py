@@ -1,30 +1,30 @@
 """state_dict and load_state_dict: a state as flat names to tensors, and back."""
 
-import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from functional_lowbit import _interrupted, _tree
+from functional_lowbit import _interrupted, _schema, _tree
 from functional_lowbit._quantized import QuantizedTensor
+from functional_lowbit._reading import Reading, numbers, reading
 from functional_lowbit.sharding import ShardSpec
-
-SCHEMA = "schema"  # the one entry that is a string: JSON of what each leaf is
-VERSION = 1  # of the schema
 
 
 def state_dict(state: Any) -> dict[str, Any]:
     """A state as a flat dict, ready for `torch.save` and `torch.distributed.checkpoint`.
 
-    Nothing is copied or changed: the tensors are those of the state.
+    Nothing is changed. Nothing is copied either, except leaves whose blocks this mesh cuts: their codes mean nothing on
+    another mesh, so they are saved as float32 numbers.
 
     Args:
-        state: The state of any transformation.
+        state: The state of any transformation, or any tree of tensors, numbers and states.
 
     Returns:
-        Path to tensor or DTensor, for instance `0.mu.layers.0.weight.codes` and `….scales`, `0.step`; and under
-        "schema" a JSON string with the kind, dtype, shape, format and block size of every leaf.
+        Path to tensor or DTensor, for instance `0.mu.layers.0.weight.codes` and `….scales` (or `….values`), `0.step`;
+        and under "schema" a JSON string with the library's version and the kind, dtypes, shape, format and block size
+        of every leaf.
 
     Raises:
         TypeError: for a leaf that is neither a tensor nor a bool, a number or a string.
@@ -39,74 +39,146 @@ def state_dict(state: Any) -> dict[str, Any]:
     """
     _interrupted.refuse("state_dict", state)
     saved: dict[str, Any] = {}
-    schema: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for path, leaf in _named_leaves(state, ""):
-        if path in schema or path == SCHEMA:
-            raise ValueError(f"state_dict: two leaves have the path {path!r}; rename one")
-        schema[path] = _describe(path, leaf)
-        for suffix, part in _parts(leaf):
-            if path + suffix in saved:
-                raise ValueError(f"state_dict: two leaves have the path {path + suffix!r}; rename one")
-            saved[path + suffix] = part
-    saved[SCHEMA] = json.dumps({"version": VERSION, "leaves": schema}, sort_keys=True)
+        described = _schema.describe(path, leaf)
+        for ending in described["parts"]:
+            name = path + ending
+            if name in saved or name == _schema.SCHEMA or path in leaves:
+                raise ValueError(f"state_dict: two leaves have the path {name!r}; rename one")
+            saved[name] = _part(leaf, ending)
+        leaves[path] = described
+    saved[_schema.SCHEMA] = _schema.write(leaves)
     return saved
 
 
-def load_state_dict(state: Any, saved: Mapping[str, Any]) -> Any:
+def load_state_dict(state: Any, saved: Mapping[str, Any], *, convert: bool = False) -> Any:
     """A state like `state`, with the tensors of `saved`.
 
     Args:
         state: A state of the same transformation for the same parameters, for instance from `init`. Not written to.
         saved: What `state_dict` returned, or was loaded from a file. Its tensors are used, not copied.
+        convert: Whether leaves of another format or block size, or in float32 instead of few bits, are converted to
+            what `state` has; else they are an error. Shapes, dtypes and the structure must be equal in any case.
 
     Returns:
-        The loaded state. Every leaf has the dtype that the schema says; nothing is cast.
+        The loaded state. Nothing is cast: every leaf has the dtype that it has in `state`.
 
     Raises:
-        ValueError: for missing and unexpected leaves, and for a leaf of another format, block size, shape, dtype or
-            sharding. Nothing is half-loaded.
+        ValueError: for missing and unexpected leaves and entries, for a leaf of another kind, format, block size,
+            shape, dtype or sharding, and for a schema that is missing, damaged or newer than this library. All is
+            looked at before anything is made.
 
     Example:
         >>> import torch, functional_lowbit as fl
-        >>> tx = fl.adam8bit(1e-3)
-        >>> state = tx.init({"w": torch.zeros(64, 64)})
-        >>> fl.load_state_dict(state, fl.state_dict(state))[0].step
+        >>> params = {"w": torch.zeros(64, 64)}
+        >>> saved = fl.state_dict(fl.adam8bit(1e-3).init(params))
+        >>> fl.load_state_dict(fl.adam8bit(1e-3).init(params), saved)[0].step
         tensor(0)
+        >>> fl.load_state_dict(fl.adam4bit(1e-3).init(params), saved, convert=True)[0].mu["w"]
+        QuantizedTensor(root4, shape=(64, 64), block_size=128)
     """
-    if SCHEMA not in saved:
+    return read("load_state_dict", state, saved, convert)
+
+
+def read(speaker: str, state: Any, saved: Mapping[str, Any], convert: bool) -> Any:
+    """As `load_state_dict`; `speaker` is who speaks in errors."""
+    if _schema.SCHEMA not in saved:
         raise ValueError(
-            f"load_state_dict: saved has no entry {SCHEMA!r}; it must come from functional_lowbit.state_dict"
+            f"{speaker}: saved has no entry {_schema.SCHEMA!r}; it must come from functional_lowbit.state_dict"
         )
-    document = json.loads(saved[SCHEMA])
-    if document.get("version") != VERSION:
-        raise ValueError(f"load_state_dict: the schema's version must be {VERSION}, got {document.get('version')!r}")
-    schema = document["leaves"]
+    leaves = _schema.read(speaker, saved[_schema.SCHEMA])
+    readings = plan(speaker, state, leaves, {name: _entry(x) for name, x in saved.items()}, convert)
+    return build(state, readings, lambda name, like, device: _moved(saved[name], device))
+
+
+class Entry(NamedTuple):
+    """What is known of an entry before it is read."""
+
+    kind: str  # "tensor", or the name of a type
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] | None = None
+    sharding: Any = None  # None: any will do
+
+
+def plan(
+    speaker: str, state: Any, leaves: Mapping[str, Any], entries: Mapping[str, Entry], convert: bool
+) -> dict[str, Reading]:
+    """How each leaf is read. Everything is compared here, so that nothing is half-loaded.
+
+    Args:
+        speaker: Who speaks in errors.
+        state: What is to be loaded into.
+        leaves: The schema's description of each leaf that was saved.
+        entries: What was saved, by name.
+        convert: As in `load_state_dict`.
+
+    Raises:
+        ValueError: for what does not fit.
+    """
     wanted = dict(_named_leaves(state, ""))
     for path in wanted:
-        if path not in schema:
-            raise ValueError(f"load_state_dict: saved has no leaf {path!r}, which the state has")
-    for path in schema:
+        if path not in leaves:
+            raise ValueError(f"{speaker}: saved has no leaf {path!r}, which the state has")
+    listed = {_schema.SCHEMA}
+    for path, leaf in leaves.items():
         if path not in wanted:
-            raise ValueError(f"load_state_dict: saved has a leaf {path!r}, which the state has not")
-    new: dict[str, Any] = {}
-    for path, leaf in wanted.items():
-        own = _describe(path, leaf)
-        for what, value in own.items():
-            if schema[path].get(what) != value:
-                raise ValueError(
-                    f"load_state_dict: leaf {path!r} was saved with {what} {schema[path].get(what)!r}, but the state "
-                    f"has {value!r}"
-                )
-        parts = []
-        for suffix, part in _parts(leaf):
-            if path + suffix not in saved:
-                raise ValueError(f"load_state_dict: saved has no entry {path + suffix!r}")
-            parts.append(_checked(path + suffix, part, saved[path + suffix]))
-        if isinstance(leaf, QuantizedTensor):
-            new[path] = QuantizedTensor(parts[0], parts[1] if len(parts) > 1 else None, leaf.layout)
-        else:
-            new[path] = parts[0]
+            raise ValueError(f"{speaker}: saved has a leaf {path!r}, which the state has not")
+        listed |= {path + ending for ending in leaf["parts"]}
+    for name in entries:
+        if name not in listed:
+            raise ValueError(f"{speaker}: saved has an entry {name!r}, which its schema does not list")
+    readings = {path: reading(speaker, path, leaf, leaves[path], convert) for path, leaf in wanted.items()}
+    for path, one in readings.items():
+        for ending, like in one.likes.items():
+            name = path + ending
+            if name not in entries:
+                raise ValueError(f"{speaker}: saved has no entry {name!r}, which its schema lists")
+            _check(speaker, name, _entry(like), entries[name])
+    return readings
+
+
+def build(state: Any, readings: Mapping[str, Reading], take: Callable[[str, Any, torch.device | None], Any]) -> Any:
+    """The loaded state; `take(name, like, device)` hands out each entry once."""
+    new = {
+        path: one.build({ending: take(path + ending, like, one.device) for ending, like in one.likes.items()})
+        for path, one in readings.items()
+    }
     return _replace(state, "", new)
+
+
+def _check(speaker: str, name: str, own: Entry, saved: Entry) -> None:
+    """Refuse an entry that does not fit."""
+    if own.kind != saved.kind:
+        raise ValueError(f"{speaker}: {name!r} must be a {own.kind}, got {saved.kind}")
+    for what, a, b in (
+        ("dtype", own.dtype, saved.dtype),
+        ("shape", own.shape, saved.shape),
+        ("sharding", own.sharding, saved.sharding),
+    ):
+        if a != b and not (what == "sharding" and b is None):
+            raise ValueError(f"{speaker}: {name!r} must have {what} {a}, got {b}")
+
+
+def _entry(x: Any) -> Entry:
+    if not isinstance(x, Tensor):
+        return Entry(type(x).__name__)
+    spec = ShardSpec.of(x)
+    return Entry("tensor", x.dtype, tuple(x.shape), "none (a plain tensor)" if spec is None else spec.placements)
+
+
+def _moved(saved: Any, device: torch.device | None) -> Any:
+    """On the leaf's device; a leaf on the meta device only says what is wanted."""
+    if not isinstance(saved, Tensor) or device is None or device.type == "meta" or saved.device == device:
+        return saved
+    return saved.to(device)
+
+
+def _part(leaf: Any, ending: str) -> Any:
+    """What is saved of a leaf under one ending of its name."""
+    if ending == _schema.VALUES:
+        return numbers(leaf)
+    return getattr(leaf, ending[1:]) if ending else leaf
 
 
 def _named_leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -125,52 +197,3 @@ def _replace(node: Any, path: str, new: Mapping[str, Any]) -> Any:
         return new[path]
     kids, names, rebuild = level
     return rebuild([_replace(k, f"{path}.{n}" if path else n, new) for k, n in zip(kids, names, strict=True)])
-
-
-def _parts(leaf: Any) -> list[tuple[str, Any]]:
-    """What a leaf is saved as: (suffix of the path, tensor)."""
-    if not isinstance(leaf, QuantizedTensor):
-        return [("", leaf)]
-    parts = [(".codes", leaf.codes)]
-    return parts if leaf.scales is None else [*parts, (".scales", leaf.scales)]
-
-
-def _describe(path: str, leaf: Any) -> dict[str, Any]:
-    """What has to be equal for a leaf to be loaded into another."""
-    if isinstance(leaf, QuantizedTensor):
-        layout = leaf.layout
-        return {
-            "kind": "quantized",
-            "format": layout.format.name,
-            "signed": layout.signed,
-            "block_size": layout.block_size,
-            "shape": list(layout.shape),
-        }
-    if isinstance(leaf, Tensor):
-        return {"kind": "tensor", "dtype": str(leaf.dtype).removeprefix("torch."), "shape": list(leaf.shape)}
-    if isinstance(leaf, (bool, int, float, str)):
-        return {"kind": type(leaf).__name__}
-    raise TypeError(
-        f"state_dict: leaf {path!r} must be a tensor, a bool, a number or a string, got {type(leaf).__name__}"
-    )
-
-
-def _checked(path: str, own: Any, saved: Any) -> Any:
-    """The saved part, if it fits the place of `own`."""
-    if not isinstance(own, Tensor):
-        return saved
-    if not isinstance(saved, Tensor):
-        raise ValueError(f"load_state_dict: {path!r} must be a tensor, got {type(saved).__name__}")
-    for what, a, b in (
-        ("dtype", own.dtype, saved.dtype),
-        ("shape", tuple(own.shape), tuple(saved.shape)),
-        ("sharding", _sharding(own), _sharding(saved)),
-    ):
-        if a != b:
-            raise ValueError(f"load_state_dict: {path!r} must have {what} {a}, got {b}")
-    return saved.to(own.device) if saved.device != own.device else saved
-
-
-def _sharding(x: Tensor) -> Any:
-    spec = ShardSpec.of(x)
-    return "none (a plain tensor)" if spec is None else spec.placements

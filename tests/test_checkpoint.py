@@ -2,14 +2,22 @@
 
 import io
 import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from helpers import clone, leaves, random_like, refuses, run_pure, run_step, same
 from torch import nn
 
 import functional_lowbit as fl
+from functional_lowbit._quantized import encode
+from functional_lowbit._reading import write_again
 
 
 def _params() -> dict[str, Any]:
@@ -42,21 +50,52 @@ def test_names():
 
 
 def test_the_schema():
-    document = json.loads(fl.state_dict(fl.sgd8bit(0.1).init(_params()))["schema"])
+    document = json.loads(fl.state_dict({**fl.sgd8bit(0.1).init(_params())[0]._asdict(), "n": 3})["schema"])
     assert document == {
-        "version": 1,
+        "version": 2,
+        "library": fl.__version__,
         "leaves": {
-            "0.step": {"kind": "tensor", "dtype": "int64", "shape": []},
-            "0.trace.b": {"kind": "tensor", "dtype": "float32", "shape": [3]},
-            "0.trace.w": {
+            "n": {"kind": "int", "parts": {"": "int"}},
+            "step": {"kind": "tensor", "shape": [], "stored": "values", "parts": {"": "int64"}},
+            "trace.b": {"kind": "tensor", "shape": [3], "stored": "values", "parts": {"": "float32"}},
+            "trace.w": {
                 "kind": "quantized",
                 "format": "companded8",
                 "signed": True,
                 "block_size": 256,
                 "shape": [64, 64],
+                "stored": "codes",
+                "parts": {".codes": "int8", ".scales": "float32"},
             },
         },
     }
+
+
+def test_the_version_is_a_string_that_packaging_reads():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "functional_lowbit._version.__version__"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+", fl.__version__)
+
+
+def _as_version_1(state: Any) -> dict[str, Any]:
+    """What functional_lowbit wrote before the schema had a library in it."""
+    saved = fl.state_dict(state)
+    leaves = json.loads(saved["schema"])["leaves"]
+    for leaf in leaves.values():
+        parts = leaf.pop("parts")
+        leaf.pop("stored", None)
+        if leaf["kind"] == "tensor":
+            leaf["dtype"] = parts[""]
+    return {**saved, "schema": json.dumps({"version": 1, "leaves": leaves}, sort_keys=True)}
+
+
+@pytest.mark.parametrize("format", fl.formats.names())
+def test_version_1_is_read(format):
+    tx = fl.apply_if_finite(fl.adam8bit(0.1, format=format))
+    state = _after_two_steps(tx)
+    assert same(fl.load_state_dict(tx.init(_params()), _as_version_1(state)), state)
+    saved = _as_version_1({"n": 3, "t": torch.ones(2)})
+    assert fl.load_state_dict({"n": 0, "t": torch.zeros(2)}, saved)["n"] == 3
 
 
 @pytest.mark.parametrize("format", fl.formats.names())
@@ -105,21 +144,57 @@ def _without(saved: dict[str, Any], name: str) -> dict[str, Any]:
     return {k: v for k, v in saved.items() if k != name}
 
 
+def _document(saved: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**saved, "schema": json.dumps({**json.loads(saved["schema"]), **changes})}
+
+
 MISMATCHES = {
     "no schema": (
         lambda s: _without(s, "schema"),
         "saved has no entry 'schema'; it must come from functional_lowbit.state_dict",
     ),
-    "another version": (
-        lambda s: {**s, "schema": json.dumps({"version": 9})},
-        "the schema's version must be 1, got 9",
+    "schema of another type": (
+        lambda s: {**s, "schema": {"version": 2}},
+        "the entry 'schema' must be a string, got dict",
     ),
-    "an entry less": (lambda s: _without(s, "0.mu.w.scales"), "saved has no entry '0.mu.w.scales'"),
+    "no JSON": (
+        lambda s: {**s, "schema": s["schema"][:30]},
+        "the entry 'schema' is no JSON: Expecting value: line 1 column 31 (char 30); the file is damaged",
+    ),
+    "no version": (
+        lambda s: {**s, "schema": "[]"},
+        "the schema must have a version, got None; the file is damaged",
+    ),
+    "a newer version": (
+        lambda s: _document(s, version=9, library="3.1.0"),
+        f"the schema has version 9, written by functional_lowbit 3.1.0; functional_lowbit {fl.__version__} reads "
+        "versions 1 to 2; use the newer library",
+    ),
+    "no leaves": (
+        lambda s: _document(s, leaves=3),
+        "the schema must have leaves, got int; the file is damaged",
+    ),
+    "half a leaf": (
+        lambda s: _document(s, leaves={"0.step": {"kind": "tensor", "shape": []}}),
+        "the schema's leaf '0.step' must have 'stored'; the file is damaged",
+    ),
+    "an entry less": (
+        lambda s: _without(s, "0.mu.w.scales"),
+        "saved has no entry '0.mu.w.scales', which its schema lists",
+    ),
+    "an entry more": (
+        lambda s: {**s, "0.mu.w.values": torch.ones(64, 64)},
+        "saved has an entry '0.mu.w.values', which its schema does not list",
+    ),
     "another dtype": (
         lambda s: {**s, "0.mu.b": s["0.mu.b"].bfloat16()},
         "'0.mu.b' must have dtype torch.float32, got torch.bfloat16",
     ),
-    "another shape": (
+    "codes of another dtype": (
+        lambda s: {**s, "0.mu.w.codes": s["0.mu.w.codes"].view(torch.uint8)},
+        "'0.mu.w.codes' must have dtype torch.int8, got torch.uint8",
+    ),
+    "truncated": (
         lambda s: {**s, "0.nu.w.codes": s["0.nu.w.codes"][:3]},
         "'0.nu.w.codes' must have shape (64, 64), got (3, 64)",
     ),
@@ -128,13 +203,17 @@ MISMATCHES = {
 OTHER_STATES = {
     "another format": (
         lambda: fl.adam8bit(0.1, format="dynamic8"),
-        "leaf '0.mu.w' was saved with format 'dynamic8', but the state has 'companded8'",
+        "leaf '0.mu.w' was saved with format 'dynamic8', but the state has 'companded8'; "
+        "pass convert=True to convert it",
     ),
     "another block size": (
         lambda: fl.adam8bit(0.1, block_size=64),
-        "leaf '0.mu.w' was saved with block_size 64, but the state has 256",
+        "leaf '0.mu.w' was saved with block_size 64, but the state has 256; pass convert=True to convert it",
     ),
-    "no format": (lambda: fl.adam(0.1), "leaf '0.mu.w' was saved with kind 'tensor', but the state has 'quantized'"),
+    "no format": (
+        lambda: fl.adam(0.1),
+        "leaf '0.mu.w' was saved with kind 'tensor', but the state has 'quantized'; pass convert=True to convert it",
+    ),
     "a field less": (lambda: fl.lion8bit(0.1), "saved has no leaf '0.nu.b', which the state has"),
     "a leaf more": (
         lambda: fl.chain(fl.scale_by_adam(), fl.trace(0.9)),
@@ -189,3 +268,221 @@ def test_numbers_and_strings_in_a_users_state():
     loaded = fl.load_state_dict({**state, "step": 0, "t": torch.zeros(2)}, fl.state_dict(state))
     assert loaded == {**state, "t": loaded["t"]}
     assert torch.equal(loaded["t"], torch.ones(2))
+
+
+NEVER_CONVERTED = {
+    "shape": (
+        {"m": fl.quantize(torch.ones(8, 16), "companded8")},
+        {"m": fl.quantize(torch.ones(8, 17), "companded8")},
+        "leaf 'm' was saved with shape [8, 16], but the state has [8, 17]",
+    ),
+    "sign": (
+        {"m": fl.quantize(torch.ones(8, 16), "companded8", signed=False)},
+        {"m": fl.quantize(torch.ones(8, 16), "companded8")},
+        "leaf 'm' was saved with signed False, but the state has True",
+    ),
+    "dtype": (
+        {"m": torch.ones(3)},
+        {"m": torch.ones(3, dtype=torch.bfloat16)},
+        "leaf 'm' was saved with dtype 'float32', but the state has 'bfloat16'",
+    ),
+    "few bits and another dtype": (
+        {"m": torch.ones(8, 16, dtype=torch.float64)},
+        {"m": fl.quantize(torch.ones(8, 16), "companded8")},
+        "leaf 'm' was saved with kind 'tensor', but the state has 'quantized'",
+    ),
+    "number": ({"m": 3}, {"m": True}, "leaf 'm' was saved with kind 'int', but the state has 'bool'"),
+    "number and tensor": (
+        {"m": 3},
+        {"m": torch.tensor(3)},
+        "leaf 'm' was saved with kind 'int', but the state has 'tensor'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEVER_CONVERTED)
+def test_what_is_never_converted(name):
+    was, has, message = NEVER_CONVERTED[name]
+    refuses(
+        ValueError, f"load_state_dict: {message}", lambda: fl.load_state_dict(has, fl.state_dict(was), convert=True)
+    )
+
+
+def test_an_unknown_format():
+    mine = fl.formats.get("root4")._replace(name="mine")
+    saved = fl.state_dict({"m": fl.quantize(torch.ones(8, 16), mine)})
+    assert fl.load_state_dict({"m": fl.quantize(torch.zeros(8, 16), mine)}, saved)["m"].format is mine
+    message = "load_state_dict: leaf 'm' was saved with the format 'mine', which formats.names() lacks"
+    refuses(ValueError, message, lambda: fl.load_state_dict({"m": torch.ones(8, 16)}, saved, convert=True))
+
+
+KEPT = [*fl.formats.names(), "root4 in blocks of 32", "plain"]
+
+
+def _moment(kept: str, signed: bool, shape: tuple[int, ...], seed: int) -> Any:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    x = x if signed else x.square()
+    if kept == "plain":
+        return x
+    name, *words = kept.split()
+    return fl.quantize(x, name, signed=signed, block_size=int(words[-1]) if words else None)
+
+
+@pytest.mark.parametrize("has", KEPT)
+@pytest.mark.parametrize("was", KEPT)
+def test_conversion_reads_and_writes_each_leaf(was, has):
+    """What is loaded is what `quantize` makes of the numbers that the saved leaf stands for."""
+    for signed in (True, False):
+        for shape in ((33, 70), (1000,), (0, 4), (3, 4, 50)):
+            old, own = _moment(was, signed, shape, 0), _moment(has, signed, shape, 1)
+            before = clone((old, own))
+            saved = fl.state_dict({"m": old, "step": torch.tensor(3)})
+            new = fl.load_state_dict({"m": own, "step": torch.tensor(0)}, saved, convert=True)["m"]
+            assert same((old, own), before)
+            if was == has:
+                assert same(new, old)
+                continue
+            numbers = old if was == "plain" else old.dequantize()
+            wanted = (
+                numbers
+                if has == "plain"
+                else fl.quantize(numbers, own.format, signed=signed, block_size=own.block_size)
+            )
+            if has == "plain":
+                assert torch.equal(new, wanted)
+            else:
+                assert new.layout == own.layout
+                assert torch.equal(new.dequantize(), wanted.dequantize()) or not new.format.codec(signed).idempotent
+
+
+@pytest.mark.parametrize("name", ["dynamic8", "dynamic4"])
+def test_numbers_that_were_read_are_written_with_their_codes(name):
+    """Also where the map has no -1: blocks whose largest number is negative keep codes and numbers, bit for bit."""
+    layout = fl.quantize(torch.empty(0, 256), name, block_size=64).layout._replace(shape=(1000, 256))
+    x = torch.randn(1000, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-40, 38, 1000)[:, None]
+    x[1, :] = 0
+    x[2, 3:] = 0
+    x[3, 5] = float("nan")
+    x[4, 5] = -float("inf")
+    old = encode(x, layout)
+    new = write_again(old.dequantize(), layout)
+    assert torch.equal(new.codes, old.codes)
+    assert torch.equal(new.dequantize(), old.dequantize())
+    assert (new.scales - old.scales).count_nonzero() <= 2  # where other numbers of the block do not tell the scale
+    assert not torch.equal(encode(old.dequantize(), layout).codes, old.codes)  # which is why
+
+
+def test_a_conversion_trains_on():
+    """From 8 bits into 4, and from float32 into 8: a step of the converted state is near to that of the old one."""
+    params = _params()
+    for was, has, bound in (
+        (fl.adam8bit, fl.adam4bit, 0.3),
+        (fl.adam, fl.adam8bit, 0.02),
+        (fl.adam8bit, fl.adam, 1e-6),
+    ):
+        state = _after_two_steps(was(0.1))
+        new = fl.load_state_dict(has(0.1).init(params), fl.state_dict(state), convert=True)
+        g = random_like(params, 5)
+        old_u, new_u = was(0.1).update(g, state, params)[0]["w"], has(0.1).update(g, new, params)[0]["w"]
+        assert (new_u - old_u).norm() <= bound * old_u.norm()
+        assert new[0].step == 2
+
+
+def test_safetensors(tmp_path):
+    tx = fl.apply_if_finite(fl.chain(fl.masked(fl.adam8bit(0.1), {"w": True, "b": False}), fl.trace(0.9)))
+    for format in fl.formats.names():
+        state = {"opt": _after_two_steps(tx), "m": fl.quantize(torch.randn(5, 70), format), "n": 3, "name": "a"}
+        file = tmp_path / f"{format}.safetensors"
+        fl.checkpoint.save_safetensors(state, file)
+        fresh = {**state, "opt": tx.init(_params()), "n": 0, "name": ""}
+        assert same(fl.checkpoint.load_safetensors(fresh, file), state)
+    with safetensors.safe_open(file, "pt") as opened:  # what others see
+        assert "opt.inner_state.0.inner_state.0.mu.w.codes" in opened.keys()  # noqa: SIM118
+        assert json.loads(opened.metadata()["schema"])["library"] == fl.__version__
+    assert sorted(x.suffix for x in tmp_path.iterdir()) == [".safetensors"] * len(fl.formats.names())
+
+
+def test_safetensors_convert_and_refuse(tmp_path):
+    file = tmp_path / "a.safetensors"
+    state = _after_two_steps(fl.adam8bit(0.1))
+    fl.checkpoint.save_safetensors(state, file)
+    other = fl.adam4bit(0.1).init(_params())
+    speaker = "checkpoint.load_safetensors"
+    refuses(
+        ValueError,
+        f"{speaker}: leaf '0.mu.w' was saved with format 'companded8', but the state has 'root4'; "
+        "pass convert=True to convert it",
+        lambda: fl.checkpoint.load_safetensors(other, file),
+    )
+    converted = fl.checkpoint.load_safetensors(other, file, convert=True)
+    assert same(converted, fl.load_state_dict(other, fl.state_dict(state), convert=True))
+    raw = file.read_bytes()
+    file.write_bytes(raw[:-1])
+    with pytest.raises(ValueError, match=rf"^{speaker}: cannot read '{file}', the file is damaged: .*"):
+        fl.checkpoint.load_safetensors(state, file)
+    safetensors.torch.save_file({"w": torch.ones(2)}, file)
+    message = f"{speaker}: '{file}' has no metadata 'schema'; it must come from checkpoint.save_safetensors"
+    refuses(ValueError, message, lambda: fl.checkpoint.load_safetensors(state, file))
+    missing = tmp_path / "none"
+    message = f"{speaker}: there is no file '{missing}'"
+    refuses(FileNotFoundError, message, lambda: fl.checkpoint.load_safetensors(state, missing))
+    with pytest.raises(OSError, match=r"^checkpoint.save_safetensors: could not write '/proc/a': "):
+        fl.checkpoint.save_safetensors(state, "/proc/a")
+
+
+def test_without_safetensors():
+    """In a process that cannot import it."""
+    script = (
+        "import sys; sys.modules['safetensors'] = None\n"
+        "import functional_lowbit as fl\n"
+        "try:\n    fl.checkpoint.save_safetensors({}, 'x')\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == (
+        "checkpoint.save_safetensors: needs the package safetensors; pip install 'functional-lowbit[safetensors]'\n"
+    )
+
+
+def test_a_step_beyond_2_to_the_24():
+    """Counted exactly, and corrected for in float64; float32 has no odd numbers there."""
+    b1, b2, first = 0.9, 1 - 2.0**-24, 2**24 + 1
+    tx = fl.scale_by_adam(b1=b1, b2=b2, eps=0.0)
+    params = {"w": torch.zeros(2)}
+    state = tx.init(params)._replace(step=torch.tensor(first))
+    g = {"w": torch.tensor([1.0, -2.0])}
+    for k in (1, 2, 3):
+        state = fl.load_state_dict(tx.init(params), fl.state_dict(state))
+        mu, nu = state.mu["w"].double(), state.nu["w"].double()
+        updates, state = tx.update(g, state, params)
+        assert state.step.dtype == torch.int64
+        assert int(state.step) == first + k
+        mu, nu = b1 * mu + (1 - b1) * g["w"].double(), b2 * nu + (1 - b2) * g["w"].double() ** 2
+        wanted = (mu / (1 - b1 ** (first + k))) / (nu / (1 - b2 ** (first + k))).sqrt()
+        assert torch.allclose(updates["w"].double(), wanted, rtol=1e-6, atol=0)
+
+
+def test_case_9_no_dtype_follows_the_default_or_the_params():
+    tx = fl.adamw8bit(0.1)
+    wanted = {
+        "0.step": torch.int64,
+        "0.mu.b": torch.float32,
+        "0.nu.b": torch.float32,
+        "0.mu.w.codes": torch.int8,
+        "0.mu.w.scales": torch.float32,
+        "0.nu.w.codes": torch.uint8,
+        "0.nu.w.scales": torch.float32,
+    }
+    saved = fl.state_dict(_after_two_steps(tx))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        loaded = fl.load_state_dict(tx.init(fl.tree.cast(_params(), torch.bfloat16)), saved)
+        found = fl.state_dict(loaded)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {name: x.dtype for name, x in found.items() if name != "schema"} == wanted
+    assert {
+        name + ending: getattr(torch, dtype)
+        for name, leaf in json.loads(found["schema"])["leaves"].items()
+        for ending, dtype in leaf["parts"].items()
+    } == wanted

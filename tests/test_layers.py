@@ -12,16 +12,27 @@ import functional_lowbit as fl
 
 PACKAGE = Path(fl.__file__).parent
 FLOORS = {
-    0: {"_base", "_numerics", "_split", "rounding", "_cpp_ops", "_cpp_library", "_cpp_text"},
+    0: {
+        "_base",
+        "_numerics",
+        "_split",
+        "rounding",
+        "_cpp_ops",
+        "_cpp_library",
+        "_cpp_text",
+        "_version",
+        "_ranks",
+        "_folder",
+    },
     1: {"_tree", "_grid", "formats._format", "_cpp_source", "_cpp_norm"},
     2: {"_interrupted", "sharding"} | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
     3: {"_check", "formats", "_index", "_norm", "_parts"},
     4: {"_quantized", "_leafwise", "schedules", "tree"},
-    5: {"_low_bit", "_recipe", "_apply", "_noise", "_program", "_kernel", "_staging", "_checkpoint", "_describe"},
-    6: {"_native", "transforms._chain", "transforms._clip", "transforms._masked", "transforms._scale"},
-    7: {"_backends", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"},
-    8: {"_run", "_donate", "transforms._adam", "transforms._lion"},
-    9: {"_compile", "optim._entries", "optim._hyper"},
+    5: {"_low_bit", "_recipe", "_apply", "_noise", "_program", "_kernel", "_staging", "_schema", "_describe"},
+    6: {"_native", "_reading", "transforms._chain", "transforms._clip", "transforms._masked", "transforms._scale"},
+    7: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"},
+    8: {"_run", "_donate", "_safetensors", "transforms._adam", "transforms._lion"},
+    9: {"_compile", "checkpoint", "optim._entries", "optim._hyper"},
     10: {"optim._groups", "optim._param_tree"},
     11: {"optim._optimizer"},
     12: {"optim"},
@@ -29,7 +40,8 @@ FLOORS = {
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 DOORS = {  # who may use what
-    "torch.distributed": {"sharding", "_checkpoint"},
+    "torch.distributed": {"sharding", "_reading", "_ranks", "_folder", "_safetensors", "checkpoint"},
+    "safetensors": {"_safetensors"},
     "optree": {"_tree"},
     "torch._dynamo": {"_backends"},
     "torch.utils._pytree": {"_tree"},
@@ -134,7 +146,7 @@ def test_a_dtensor_is_rebuilt_from_its_global_shape_and_stride(name):
 
 def _public() -> dict[str, object]:
     found: dict[str, object] = {}
-    for space in (fl, fl.formats, fl.optim, fl.rounding, fl.schedules, fl.sharding, fl.tree):
+    for space in (fl, fl.checkpoint, fl.formats, fl.optim, fl.rounding, fl.schedules, fl.sharding, fl.tree):
         for name, value in vars(space).items():
             ours = str(getattr(value, "__module__", "")).startswith("functional_lowbit")
             if not name.startswith("_") and ours and (inspect.isclass(value) or inspect.isfunction(value)):
@@ -176,7 +188,7 @@ def test_the_names_of_the_contract_are_there():
         "scale_by_schedule scale_by_learning_rate add_decayed_weights clip clip_by_global_norm trace scale_by_adam "
         "adam adamw adam8bit adamw8bit adam4bit adamw4bit adamfp8 adamwfp8 sgd sgd8bit lion lion8bit scale_by_lion "
         "master_weights master_params "
-        "low_bit quantize QuantizedTensor describe compile global_norm state_dict load_state_dict formats rounding "
-        "schedules sharding tree optim"
+        "low_bit quantize QuantizedTensor describe compile global_norm state_dict load_state_dict checkpoint formats "
+        "rounding schedules sharding tree optim"
     )
     assert [name for name in names.split() if not hasattr(fl, name)] == []

@@ -218,6 +218,28 @@ def test_loading_copies():
     assert same(state_of(optimizer), wanted)
 
 
+@pytest.mark.parametrize("format", ["dynamic4", "float32"])
+def test_another_format_is_converted_on_request(format):
+    """To what fl.load_state_dict makes of it; without convert it is refused (below)."""
+    model = model_of()
+    optimizer = Optimizer(model.named_parameters(), fl.adamw8bit(0.1), backend="eager")
+    train(model, optimizer, range(2))
+    tx = fl.adamw8bit(0.1, format=format)
+    other = Optimizer(model.named_parameters(), tx, backend="eager")
+    other.load_state_dict(optimizer.state_dict(), convert=True)
+    _, state = run_pure(fl.adamw8bit(0.1), numbers(model_of()), gradients(model, range(2)))
+    wanted = fl.load_state_dict(tx.init(named(model)), fl.state_dict(state), convert=True)
+    for n, p in named(model).items():
+        for key in ("0.mu", "0.nu"):
+            leaf = getattr(wanted[0], key[2:])[n]
+            own = other.state[p]
+            if isinstance(leaf, fl.QuantizedTensor):
+                assert same((own[f"{key}.codes"], own[f"{key}.scales"]), (leaf.codes, leaf.scales))
+            else:
+                assert same(own[key], leaf)
+    train(model, other, range(1))
+
+
 def test_a_frozen_parameter_keeps_its_state():
     model = model_of()
     optimizer = Optimizer(model.named_parameters(), fl.adamw8bit(0.1), backend="eager")

@@ -64,13 +64,14 @@ def save(leaves: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     return {**entries, SCHEMA: torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)}
 
 
-def load(speaker: str, leaves: Mapping[str, Any], entries: Any) -> dict[str, Any]:
+def load(speaker: str, leaves: Mapping[str, Any], entries: Any, convert: bool) -> dict[str, Any]:
     """New leaves, from the entries that were saved of one parameter. Nothing is written to.
 
     Args:
         speaker: Who speaks in errors, and of which parameter.
         leaves: Leaf by name, as the optimizer has them.
         entries: What `save` returned.
+        convert: As in `fl.load_state_dict`.
 
     Raises:
         ValueError: for entries that do not fit.
@@ -83,7 +84,7 @@ def load(speaker: str, leaves: Mapping[str, Any], entries: Any) -> dict[str, Any
         raise ValueError(f"{speaker} has an entry {SCHEMA!r} that must be uint8 of one dimension, got {got}")
     try:
         text = bytes(local_of(raw).tolist()).decode(errors="replace")
-        return load_state_dict(leaves, {**entries, SCHEMA: text})
+        return load_state_dict(leaves, {**entries, SCHEMA: text}, convert=convert)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{speaker}: {str(error).removeprefix('load_state_dict: ')}") from error
 

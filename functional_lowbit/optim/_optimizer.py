@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -162,20 +163,22 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             handle.remove()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None:
         """Copy a saved state into the optimizer's own tensors.
 
         Nothing is cast to a parameter's dtype. Everything is looked at before anything is written.
 
         Args:
             state_dict: What `state_dict` returned, also by way of `torch.distributed.checkpoint`.
+            convert: Whether leaves of another format or block size, or in float32 instead of few bits, are converted,
+                as in `fl.load_state_dict`.
 
         Raises:
             ValueError: for other groups, for state that is missing or belongs to no parameter, and for a leaf of
                 another format, block size, shape, dtype or sharding.
         """
         # torch would cast the state to the parameters' dtype. This hook is the last, after the user's.
-        handle = self.register_load_state_dict_pre_hook(_hide_state)
+        handle = self.register_load_state_dict_pre_hook(partial(_hide_state, convert=convert))
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -195,24 +198,25 @@ class Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """From pickle, deepcopy, or from torch's `load_state_dict`."""
+        hidden = [v for v in state["state"].values() if isinstance(v, _Hidden)]
         saved = {k: v.entries if isinstance(v, _Hidden) else v for k, v in state["state"].items()}
         if "_tx" in state:
             rest = {k: v for k, v in state.items() if k != "_members"}
             super().__setstate__({**rest, "state": defaultdict(dict), "_trees": [], "_is_complete": True})
             for members in state["_members"]:
                 self._plant(members)
-        self._load(saved, state["param_groups"])
+        self._load(saved, state["param_groups"], any(v.convert for v in hidden))
 
     def _saved(self) -> dict[Tensor, dict[str, Any]]:
         return {
             p: _entries.save(tree.leaves[name], p.device) for tree in self._trees for name, p in tree.params.items()
         }
 
-    def _load(self, saved: Mapping[Any, Any], groups: list[dict[str, Any]]) -> None:
+    def _load(self, saved: Mapping[Any, Any], groups: list[dict[str, Any]], convert: bool) -> None:
         for key in saved:
             if key not in self.state:
                 raise ValueError(f"Optimizer.load_state_dict: state_dict has state of {key!r}, which is in no group")
-        new = [tree.checked(saved) for tree in self._trees]
+        new = [tree.checked(saved, convert) for tree in self._trees]
         for tree, leaves in zip(self._trees, new, strict=True):
             tree.take_(leaves)
             self._show(tree)
@@ -227,6 +231,7 @@ class _Hidden:
     """Entries of one parameter, as nothing that torch looks into."""
 
     entries: Any
+    convert: bool
 
 
 def _save_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -236,6 +241,6 @@ def _save_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": {i: saved[p] for i, p in enumerate(params)}}
 
 
-def _hide_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _hide_state(optimizer: Any, state_dict: dict[str, Any], convert: bool) -> dict[str, Any]:
     """Hide the state from torch, which would cast it."""
-    return {**state_dict, "state": {k: _Hidden(v) for k, v in state_dict["state"].items()}}
+    return {**state_dict, "state": {k: _Hidden(v, convert) for k, v in state_dict["state"].items()}}

@@ -93,7 +93,7 @@ class ParamTree:
         self.link(self.state)
         return True
 
-    def checked(self, saved: Mapping[Tensor, Any]) -> dict[str, dict[str, Any]]:
+    def checked(self, saved: Mapping[Tensor, Any], convert: bool) -> dict[str, dict[str, Any]]:
         """New leaves, by parameter and name, from what was saved of each parameter. Nothing is written.
 
         A parameter that needs no gradient may be missing, and its counters are not compared: of such a one,
@@ -103,7 +103,7 @@ class ParamTree:
         for name, p in self.params.items():
             if p in saved:
                 speaker = f"Optimizer.load_state_dict: the state of {name!r}"
-                new[name] = _entries.load(speaker, self.leaves[name], saved[p])
+                new[name] = _entries.load(speaker, self.leaves[name], saved[p], convert)
             elif p.requires_grad:
                 raise ValueError(
                     f"Optimizer.load_state_dict: state_dict has no state of {name!r}; save it with the optimizer that "

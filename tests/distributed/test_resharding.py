@@ -1,7 +1,11 @@
-"""Checkpoints by torch.distributed.checkpoint: the same ranks, other ranks, and no ranks at all."""
+"""Checkpoints on ranks: saved at any world size, in every format, and gone on with at any other, bit for bit.
+
+Leaves whose rows the mesh cuts are in test_cut_checkpoints.py.
+"""
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,141 +15,185 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import world as w
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from whole import bits
 from world import World
 
 import functional_lowbit as fl
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "odd": (33, 512),
-    "three": (3, 2048),
+    "three": (3, 2048),  # the fourth rank holds nothing
     "padded": (34, 257),
     "conv": (19, 8, 6, 5),
     "bias": (5,),
     "one": (1,),
 }
 SAVED_AT, MORE = 3, 2  # steps before and after the checkpoint
+RULES = ("guarded", "stochastic", *fl.formats.names())
+LEAVES = {name: list(SHAPES) if name in ("guarded", "stochastic") else ["odd", "three", "padded"] for name in RULES}
 
 
-def rule(name: str) -> Any:
+@cache
+def rule(name: str) -> tuple[Any, Any]:
+    """A transformation and its compiled step."""
     if name == "guarded":
-        return fl.apply_if_finite(fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2, weight_decay=0.1)))
-    return fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2, format=name))
+        tx = fl.apply_if_finite(fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2, weight_decay=0.1)))
+    elif name == "stochastic":  # bfloat16 params, and updates too small for the nearest one
+        tx = fl.adamw8bit(1e-4)
+        return tx, fl.compile(tx, backend="eager", rounding="stochastic", key=7)
+    else:
+        tx = fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2, format=name))
+    return tx, fl.compile(tx, backend="eager")
 
 
-RULES = ("guarded", "dynamic8", "bfloat16", "root4")
+def cutter(mesh: tuple[int, ...] = ()) -> Callable[[Tensor], Tensor]:
+    """Rows over the ranks; on a mesh of two dimensions repeated over the first; without ranks not at all."""
+    if not dist.is_initialized():
+        return lambda x: x
+    if not mesh:
+        return w.shard
+    return lambda x: w.shard(x, w.mesh(*mesh), Replicate(), Shard(0) if x.ndim else Replicate())
 
 
-def cutter() -> Callable[[Tensor], Tensor]:
-    return w.shard if dist.is_initialized() else (lambda x: x)
+def start(seed: int, cut: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Params and states of all rules."""
+    tree = {}
+    for name in RULES:
+        dtype = torch.bfloat16 if name == "stochastic" else torch.float32
+        params = {n: cut(w.random(SHAPES[n], seed + i, dtype)) for i, n in enumerate(LEAVES[name])}
+        tree[name] = {"params": params, "state": rule(name)[0].init(params)}
+    return tree
 
 
-def advance(tx: Any, params: Any, state: Any, steps: range) -> tuple[Any, Any]:
-    step = w.take(tx, "eager")
-    cut = cutter()
+def advance(tree: dict[str, Any], steps: range, cut: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     for k in steps:
         grads = {n: cut(w.random(shape, 100 * k + i)) for i, (n, shape) in enumerate(SHAPES.items())}
-        params, state = step(grads, state, params)
-    return params, state
+        for name, one in tree.items():
+            given = {n: grads[n].bfloat16() if name == "stochastic" else grads[n] for n in LEAVES[name]}
+            one["params"], one["state"] = rule(name)[1](given, one["state"], one["params"])
+    return tree
 
 
-def start(tx: Any, seed: int) -> tuple[Any, Any]:
-    params = {n: cutter()(w.random(shape, seed + i)) for i, (n, shape) in enumerate(SHAPES.items())}
-    return params, tx.init(params)
+def uninterrupted() -> Any:
+    tree = advance(start(0, cutter()), range(SAVED_AT), cutter())
+    saved = bits(tree)
+    return saved, bits(advance(tree, range(SAVED_AT, SAVED_AT + MORE), cutter()))
 
 
-def bits(params: Any, state: Any) -> Any:
-    return w.fingerprint(params), w.of_state(state)
+def save(where: str, how: str, mesh: tuple[int, ...] = ()) -> Any:
+    """Bits when the checkpoint was written, and after; and those that the run has that goes on."""
+    cut = cutter(mesh)
+    tree = advance(start(0, cut), range(SAVED_AT), cut)
+    before = bits(tree)
+    if how == "ours":
+        fl.checkpoint.save(where, tree)
+    elif how == "ours, async":  # two at once, and collectives of the training beside them
+        running = [fl.checkpoint.async_save(where + end, tree) for end in ("", "-again")]
+        on = bits(advance(tree, range(SAVED_AT, SAVED_AT + MORE), cut))
+        for one in running:
+            one.result()
+        return before, before, on
+    else:
+        target = {name: {"params": one["params"], "state": fl.state_dict(one["state"])} for name, one in tree.items()}
+        if how == "torch":
+            dcp.save(target, checkpoint_id=where)
+        else:
+            dcp.async_save(target, checkpoint_id=where).result()  # type: ignore[union-attr]
+    after = bits(tree)
+    return before, after, bits(advance(tree, range(SAVED_AT, SAVED_AT + MORE), cut))
 
 
-def save(name: str, where: str) -> Any:
-    tx = rule(name)
-    params, state = advance(tx, *start(tx, 0), range(SAVED_AT))
-    before = bits(params, state)
-    dcp.save({"params": params, "state": fl.state_dict(state)}, checkpoint_id=where)
-    assert bits(params, state) == before  # saving changes nothing
-    return bits(*advance(tx, params, state, range(SAVED_AT, SAVED_AT + MORE)))
-
-
-def load(name: str, where: str) -> Any:
-    """Into a fresh model and a fresh state, whose numbers are others."""
-    tx = rule(name)
-    params, state = start(tx, 77)
-    target = {"params": params, "state": fl.state_dict(state)}
-    with warnings.catch_warnings():
-        # What torch 2.13 says to a process without a process group, which is what is meant here.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        dcp.load(target, checkpoint_id=where, no_dist=not dist.is_initialized())
-    state = fl.load_state_dict(state, target["state"])
-    return bits(*advance(tx, target["params"], state, range(SAVED_AT, SAVED_AT + MORE)))
+def load(where: str, how: str, mesh: tuple[int, ...] = ()) -> Any:
+    """Into a fresh model and a fresh state, whose numbers are others: bits as loaded, and after more steps."""
+    cut = cutter(mesh)
+    fresh = start(77, cut)
+    if how == "ours":
+        before = bits(fresh)
+        tree = fl.checkpoint.load(where, fresh)
+        assert bits(fresh) == before
+    else:
+        target = {name: {"params": one["params"], "state": fl.state_dict(one["state"])} for name, one in fresh.items()}
+        with warnings.catch_warnings():
+            # What torch 2.13 says to a process without a process group, which is what is meant here.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            dcp.load(target, checkpoint_id=where, no_dist=not dist.is_initialized())
+        tree = {
+            name: {"params": one["params"], "state": fl.load_state_dict(fresh[name]["state"], one["state"])}
+            for name, one in target.items()
+        }
+    loaded = bits(tree)
+    return loaded, bits(advance(tree, range(SAVED_AT, SAVED_AT + MORE), cut))
 
 
 @pytest.fixture(scope="session")
-def checkpoints(place: Path) -> Callable[[str, int], Any]:
-    """`checkpoints(rule, ranks)`: where a run was saved, and the bits that it had when it went on."""
-    known: dict[Any, Any] = {}
+def saved(place: Path, alone: Callable[..., Any]) -> Callable[..., str]:
+    """`saved(ranks, how)`: where a run was saved; 0 ranks is a process without a process group."""
+    known: dict[Any, str] = {}
 
-    def get(name: str, ranks: int) -> Any:
-        if (name, ranks) not in known:
+    def get(ranks: int, how: str) -> str:
+        if (ranks, how) not in known:
+            where = known[ranks, how] = str(place / f"{how}-{ranks}")
             world = World(ranks, place)
-            for each in RULES:  # one start for all
-                where = str(place / f"{each}-{ranks}")
-                known[each, ranks] = where, world.run(save, each, where)
+            results = world.run(save, where, how)
             world.close()
-        return known[name, ranks]
+            wanted, end = alone(uninterrupted)
+            for before, after, on in results:
+                assert before == after == wanted  # saving changes nothing
+                assert on == end
+        return known[ranks, how]
 
     return get
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_saved_at_two_ranks_goes_on_at_any_number(
-    world: World, checkpoints: Callable[[str, int], Any], name: str
+@pytest.mark.parametrize("before", [0, 1, 2, 3, 4], ids="from={}".format)
+def test_goes_on_at_any_number_of_ranks(
+    world: World, saved: Callable[..., str], alone: Callable[..., Any], before: int
 ) -> None:
-    where, uninterrupted = checkpoints(name, 2)
-    for result in world.run(load, name, where):
-        assert result == uninterrupted[0] == uninterrupted[1]
+    for result in world.run(load, saved(before, "ours"), "ours"):
+        assert result == alone(uninterrupted)
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_saved_at_two_ranks_goes_on_without_ranks(
-    alone: Callable[..., Any], checkpoints: Callable[[str, int], Any], name: str
+@pytest.mark.parametrize("before", [0, 1, 2, 3, 4], ids="from={}".format)
+def test_goes_on_without_ranks(saved: Callable[..., str], alone: Callable[..., Any], before: int) -> None:
+    assert alone(load, saved(before, "ours"), "ours") == alone(uninterrupted)
+
+
+@pytest.mark.parametrize("how", ["torch", "torch, async"])
+def test_torch_alone_saves_and_loads_state_dicts(
+    world: World, saved: Callable[..., str], alone: Callable[..., Any], how: str
 ) -> None:
-    where, uninterrupted = checkpoints(name, 2)
-    assert alone(load, name, where) == uninterrupted[0]
+    """`dcp.save`, `async_save` and `load` of `fl.state_dict(state)`, without our functions for files."""
+    for result in world.run(load, saved(2, how), "torch"):
+        assert result == alone(uninterrupted)
 
 
-def cut_save_load(where: str) -> Any:
-    """Leaves whose rows the mesh cuts, at the same number of ranks."""
-
-    def fresh(seed: int) -> Any:
-        params = {"c": w.shard(w.random((64, 500), seed), w.mesh(), Shard(1)), "v": w.shard(w.random((9001,), seed))}
-        return params, tx.init(params)
-
-    def go(params: Any, state: Any, steps: range) -> Any:
-        for k in steps:
-            grads = {
-                "c": w.shard(w.random((64, 500), 9 * k), w.mesh(), Shard(1)),
-                "v": w.shard(w.random((9001,), 9 * k + 1)),
-            }
-            params, state = step(grads, state, params)
-        return params, state
-
-    tx = fl.adamw8bit(1e-2)
-    step = w.take(tx, "eager")
-    params, state = go(*fresh(0), range(2))
-    dcp.save({"params": params, "state": fl.state_dict(state)}, checkpoint_id=where)
-    params, state = go(params, state, range(2, 4))
-    other, other_state = fresh(5)
-    target = {"params": other, "state": fl.state_dict(other_state)}
-    dcp.load(target, checkpoint_id=where)
-    other, other_state = go(target["params"], fl.load_state_dict(other_state, target["state"]), range(2, 4))
-    return bits(params, state), bits(other, other_state)
+@pytest.mark.parametrize("how", ["torch", "torch, async"])
+def test_torch_alone_without_ranks(saved: Callable[..., str], alone: Callable[..., Any], how: str) -> None:
+    assert alone(load, saved(2, how), "torch") == alone(uninterrupted)
 
 
-@pytest.mark.parametrize("world", [3], indirect=True, ids="W={}".format)
-def test_cut_leaves_go_on_at_the_same_number_of_ranks(world: World, place: Path) -> None:
-    for uninterrupted, resumed in world.run(cut_save_load, str(place / "cut")):
-        assert resumed == uninterrupted
+@pytest.mark.parametrize("world", [2, 3], indirect=True, ids="W={}".format)
+def test_async_save_beside_the_training(world: World, saved: Callable[..., str], alone: Callable[..., Any]) -> None:
+    where = saved(3, "ours, async")
+    for end in ("", "-again"):
+        for result in world.run(load, where + end, "ours"):
+            assert result == alone(uninterrupted)
+
+
+@pytest.mark.parametrize(("world", "mesh"), [(2, (2, 1)), (4, (2, 2)), (4, (1, 4))], indirect=["world"], ids=str)
+def test_replicated_and_sharded_meshes(
+    world: World, place: Path, saved: Callable[..., str], alone: Callable[..., Any], mesh: tuple[int, ...]
+) -> None:
+    where = str(place / f"mesh-{mesh}")
+    wanted, end = alone(uninterrupted)
+    for before, after, on in world.run(save, where, "ours", mesh):
+        assert (before, after, on) == (wanted, wanted, end)
+    assert alone(load, where, "ours") == (wanted, end)
+    for result in world.run(load, where, "ours"):
+        assert result == (wanted, end)
+    for result in world.run(load, saved(3, "ours"), "ours", mesh):
+        assert result == (wanted, end)
 
 
 def wrong_sharding() -> Any:

@@ -1,0 +1,131 @@
+"""The folder of a checkpoint: written beside the one it replaces, and renamed when it is complete.
+
+At any moment one of three is a whole checkpoint: `name`; or, while two renames are under way, `name.previous`, which
+`find` then takes. `name.partial` is never read.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader
+
+METADATA = ".metadata"  # written last, by torch
+
+
+def real(path: str | os.PathLike[str]) -> Path:
+    """The folder that a path stands for; behind a link, what the link leads to."""
+    return Path(os.path.realpath(path))
+
+
+def partial(path: Path) -> Path:
+    """Where a checkpoint is written before it is complete."""
+    return path.with_name(path.name + ".partial")
+
+
+def previous(path: Path) -> Path:
+    """Where the replaced checkpoint is, until the new one has its name."""
+    return path.with_name(path.name + ".previous")
+
+
+def prepare(speaker: str, path: Path) -> None:
+    """Make an empty folder to write into; what an interrupted save left is put right or removed.
+
+    Raises:
+        OSError: where no folder can be made.
+        ValueError: if there is something at `path` that is no checkpoint.
+    """
+    if path.exists() and not (path / METADATA).is_file() and not (path.is_dir() and not any(path.iterdir())):
+        raise ValueError(f"{speaker}: {str(path)!r} must be a checkpoint or nothing yet; move away what is there")
+    try:
+        if previous(path).exists():
+            if path.exists():
+                shutil.rmtree(previous(path))
+            else:
+                previous(path).rename(path)
+        if partial(path).exists():
+            shutil.rmtree(partial(path))
+        partial(path).mkdir(parents=True)
+    except OSError as error:
+        raise OSError(f"{speaker}: cannot write at {str(path)!r}: {error}") from error
+
+
+def put_in_place(speaker: str, path: Path) -> None:
+    """Give the complete folder its name. The one that it replaces is removed only then.
+
+    Raises:
+        OSError: if it cannot be renamed.
+        ValueError: if a file is not there, as where ranks do not write to one disk.
+    """
+    metadata(speaker, partial(path))
+    try:
+        _sync(partial(path))
+        if path.exists():
+            path.rename(previous(path))
+        partial(path).rename(path)
+        _sync(path.parent)
+        if previous(path).exists():
+            shutil.rmtree(previous(path))
+    except OSError as error:
+        if not path.exists() and previous(path).exists():
+            previous(path).rename(path)
+        raise OSError(f"{speaker}: cannot rename {str(partial(path))!r} to {str(path)!r}: {error}") from error
+
+
+def discard(path: Path) -> None:
+    """Remove what a failed save wrote, to give back its room."""
+    shutil.rmtree(partial(path), ignore_errors=True)
+
+
+def find(speaker: str, path: Path) -> Path:
+    """The folder to read.
+
+    Raises:
+        FileNotFoundError: if there is no checkpoint.
+        ValueError: if there is one that is not complete.
+    """
+    if (path / METADATA).is_file():
+        return path
+    if path.exists():
+        raise ValueError(
+            f"{speaker}: {str(path)!r} is no complete checkpoint: it has no {METADATA}, which is written last"
+        )
+    if (previous(path) / METADATA).is_file():
+        return previous(path)
+    left = partial(path).exists()
+    hint = f"; {partial(path).name!r} beside it is what an interrupted save left, and not complete" if left else ""
+    raise FileNotFoundError(f"{speaker}: there is no checkpoint at {str(path)!r}{hint}")
+
+
+def metadata(speaker: str, folder: Path) -> Any:
+    """The account that torch keeps of the folder, if all files are there and as long as it says.
+
+    Raises:
+        ValueError: for a missing or truncated file, by name.
+    """
+    try:
+        found = FileSystemReader(folder).read_metadata()
+        ends: dict[str, int] = {}
+        for where in found.storage_data.values():
+            ends[where.relative_path] = max(ends.get(where.relative_path, 0), where.offset + where.length)
+    except Exception as error:  # unpickling what was cut short raises almost anything
+        raise ValueError(f"{speaker}: cannot read {str(folder / METADATA)!r}, the file is damaged: {error}") from error
+    for name, end in sorted(ends.items()):
+        file = folder / name
+        if not file.is_file():
+            raise ValueError(f"{speaker}: the file {str(file)!r} of the checkpoint is missing")
+        if file.stat().st_size < end:
+            raise ValueError(
+                f"{speaker}: the file {str(file)!r} is truncated: it has {file.stat().st_size} bytes of {end}"
+            )
+    return found
+
+
+def _sync(folder: Path) -> None:
+    """Force the names in a folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,112 @@
+"""The schema of a saved state: a JSON string that says what each leaf is, and which library wrote it."""
+
+import json
+from typing import Any
+
+from torch import Tensor
+
+from functional_lowbit import formats
+from functional_lowbit._quantized import QuantizedTensor
+from functional_lowbit._version import __version__
+
+SCHEMA = "schema"  # the one entry of a saved state that belongs to no leaf
+VERSION = 2
+OLDEST = 1  # which is still read
+NUMBERS = {"bool": bool, "int": int, "float": float, "str": str}
+VALUES = ".values"  # the part of a leaf whose blocks the mesh cuts: float32 numbers instead of codes
+
+
+def describe(path: str, leaf: Any) -> dict[str, Any]:
+    """What the schema says of a leaf; `parts` maps the ending of an entry's name to the entry's dtype."""
+    if isinstance(leaf, QuantizedTensor):
+        layout = leaf.layout
+        codec = layout.format.codec(layout.signed)
+        if layout.cut:
+            parts = {VALUES: "float32"}
+        else:
+            parts = {".codes": _name(codec.dtype)}
+            if layout.format.scaled:
+                parts[".scales"] = "float32"
+        return {
+            "kind": "quantized",
+            "format": layout.format.name,
+            "signed": layout.signed,
+            "block_size": layout.block_size,
+            "shape": list(layout.shape),
+            "stored": "values" if layout.cut else "codes",
+            "parts": parts,
+        }
+    if isinstance(leaf, Tensor):
+        return {"kind": "tensor", "shape": list(leaf.shape), "stored": "values", "parts": {"": _name(leaf.dtype)}}
+    if isinstance(leaf, (bool, int, float, str)):
+        return {"kind": type(leaf).__name__, "parts": {"": type(leaf).__name__}}
+    raise TypeError(
+        f"state_dict: leaf {path!r} must be a tensor, a bool, a number or a string, got {type(leaf).__name__}"
+    )
+
+
+def write(leaves: dict[str, Any]) -> str:
+    """The schema's text, for leaves by path."""
+    return json.dumps({"version": VERSION, "library": __version__, "leaves": leaves}, sort_keys=True)
+
+
+def read(speaker: str, text: Any) -> dict[str, dict[str, Any]]:
+    """Leaves by path, each as `describe` says it today.
+
+    Raises:
+        ValueError: for what `write` did not write, here or in an older version.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"{speaker}: the entry {SCHEMA!r} must be a string, got {type(text).__name__}")
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{speaker}: the entry {SCHEMA!r} is no JSON: {error}; the file is damaged") from error
+    version = document.get("version") if isinstance(document, dict) else None
+    if not isinstance(version, int) or version < OLDEST:
+        raise ValueError(f"{speaker}: the schema must have a version, got {version!r}; the file is damaged")
+    if version > VERSION:
+        raise ValueError(
+            f"{speaker}: the schema has version {version}, written by functional_lowbit "
+            f"{document.get('library', '(unknown)')}; functional_lowbit {__version__} reads versions {OLDEST} to "
+            f"{VERSION}; use the newer library"
+        )
+    leaves = document.get("leaves")
+    if not isinstance(leaves, dict):
+        raise ValueError(f"{speaker}: the schema must have leaves, got {type(leaves).__name__}; the file is damaged")
+    if version == 1:
+        leaves = {path: _from_version_1(leaf) for path, leaf in leaves.items()}
+    for path, leaf in leaves.items():
+        missing = [key for key in _keys(leaf) if not isinstance(leaf, dict) or key not in leaf]
+        if missing:
+            raise ValueError(f"{speaker}: the schema's leaf {path!r} must have {missing[0]!r}; the file is damaged")
+    return leaves
+
+
+def _keys(leaf: Any) -> tuple[str, ...]:
+    kind = leaf.get("kind") if isinstance(leaf, dict) else None
+    if kind == "quantized":
+        return ("kind", "format", "signed", "block_size", "shape", "stored", "parts")
+    return ("kind", "parts") if kind in NUMBERS else ("kind", "shape", "stored", "parts")
+
+
+def _from_version_1(leaf: Any) -> Any:
+    """Version 1 named no parts, and kept cut leaves as the codes of each shard."""
+    if not isinstance(leaf, dict):
+        return leaf
+    kind = leaf.get("kind")
+    if kind == "tensor":
+        return {**leaf, "stored": "values", "parts": {"": leaf.get("dtype")}}
+    if kind != "quantized" or leaf.get("format") not in formats.names():
+        return {**leaf, "stored": "codes", "parts": {"": kind}}
+    format = formats.get(leaf["format"])
+    parts = {".codes": _name(format.codec(leaf.get("signed", True)).dtype)}
+    return {
+        **leaf,
+        "stored": "codes of version 1",
+        "parts": {**parts, ".scales": "float32"} if format.scaled else parts,
+    }
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,253 @@
+"""Checkpoints in the files of torch.distributed.checkpoint: any number of ranks, whole or not there at all."""
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from functional_lowbit import _checkpoint, _folder, _ranks, _schema, sharding
+from functional_lowbit._safetensors import load_safetensors as load_safetensors, save_safetensors as save_safetensors
+
+_writer: list[ThreadPoolExecutor] = []  # one thread, so that all ranks write the checkpoints in one order
+_running: set[Path] = set()  # what async_save has not finished
+
+
+def save(path: str | os.PathLike[str], tree: Any) -> None:
+    """Write a checkpoint: params, optimizer states and numbers, in one tree. Every rank must call this.
+
+    The files are written beside an older checkpoint of the same name, forced to the disk, and renamed at the end. So a
+    process that is killed, or a disk that is full, leaves the older one as it was. The tree is not changed.
+
+    Args:
+        path: A folder; made if it is not there, with its parents. What it replaces must be a checkpoint.
+        tree: A tree of tensors, DTensors, states and numbers, for instance `{"params": params, "state": state,
+            "extra": {"epoch": 3}}`. Tensors that are no DTensors, and numbers, must be equal on all ranks.
+
+    Raises:
+        OSError: where nothing can be written: a read-only folder, a full disk. On all ranks.
+        ValueError: if `path` is something else than a checkpoint, or is being written by `async_save`; if ranks give
+            different paths, structures or numbers.
+        RuntimeError: if another rank ended.
+        TypeError: for a leaf that cannot be saved.
+
+    Example:
+        >>> import tempfile, torch, functional_lowbit as fl
+        >>> tx, params = fl.adam8bit(1e-3), {"w": torch.ones(64, 64)}
+        >>> tree = {"params": params, "state": tx.init(params), "epoch": 3}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fl.checkpoint.save(f"{folder}/last", tree)
+        ...     loaded = fl.checkpoint.load(f"{folder}/last", {**tree, "epoch": 0})
+        >>> loaded["epoch"], loaded["state"][0].mu["w"]
+        (3, QuantizedTensor(companded8, shape=(64, 64), block_size=256))
+    """
+    speaker, target = "checkpoint.save", _folder.real(path)
+    flat = _ranks.together(speaker, lambda: _flat(speaker, target, tree))
+    _same_on_all(speaker, target, flat)
+    _write(speaker, target, flat, None)
+
+
+def async_save(path: str | os.PathLike[str], tree: Any) -> "Future[None]":
+    """As `save`, in a thread. The tree is copied before this returns, so that training may go on at once.
+
+    Every rank must call this. Several calls are written one after the other.
+
+    Args:
+        path: As in `save`.
+        tree: As in `save`.
+
+    Returns:
+        A future; `.result()` waits until the checkpoint is in place, and raises what `save` would have raised.
+
+    Raises:
+        ValueError: if `path` is already being written; if ranks give different paths, structures or numbers.
+        TypeError: for a leaf that cannot be saved.
+
+    Example:
+        >>> import tempfile, torch, functional_lowbit as fl
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saving = fl.checkpoint.async_save(f"{folder}/last", {"w": torch.ones(2)})
+        ...     saving.result()
+        ...     fl.checkpoint.load(f"{folder}/last", {"w": torch.zeros(2)})
+        {'w': tensor([1., 1.])}
+    """
+    speaker, target = "checkpoint.async_save", _folder.real(path)
+    flat = _ranks.together(speaker, lambda: _copied(_flat(speaker, target, tree)))
+    _same_on_all(speaker, target, flat)
+    group = _ranks.own_group()
+    if not _writer:
+        _writer.append(ThreadPoolExecutor(1, "functional_lowbit.checkpoint"))
+    _running.add(target)
+
+    def write() -> None:
+        try:
+            _write(speaker, target, flat, group)
+        finally:
+            _running.discard(target)
+
+    return _writer[0].submit(write)
+
+
+def load(path: str | os.PathLike[str], tree: Any, *, convert: bool = False) -> Any:
+    """Read a checkpoint into a tree like the given one, on any number of ranks. Every rank must call this.
+
+    All files, names, shapes and dtypes are looked at before anything is read.
+
+    Args:
+        path: What was given to `save`.
+        tree: A tree of the same structure, for instance of a fresh model and `tx.init(params)`; its sharding is the
+            one that the result has. It is not written to. Leaves on the meta device take no memory; the result's are
+            on the device of their mesh, or on the CPU if they are plain.
+        convert: As in `load_state_dict`: whether another format or block size may be converted.
+
+    Returns:
+        A new tree. `model.load_state_dict(loaded["params"])` puts parameters into a module.
+
+    Raises:
+        FileNotFoundError: if there is no checkpoint.
+        ValueError: for a checkpoint that is incomplete, damaged, newer than this library, or of another tree; the text
+            names the file or the leaf. On all ranks.
+        RuntimeError: if another rank ended.
+
+    Example:
+        >>> import tempfile, torch, functional_lowbit as fl
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fl.checkpoint.save(f"{folder}/last", {"w": torch.ones(2)})
+        ...     fl.checkpoint.load(f"{folder}/last", {"w": torch.zeros(3)})
+        Traceback (most recent call last):
+            ...
+        ValueError: checkpoint.load: leaf 'w' was saved with shape [2], but the state has [3]
+    """
+    speaker, target = "checkpoint.load", _folder.real(path)
+
+    def look() -> Any:
+        folder = _folder.find(speaker, target)
+        metadata = _folder.metadata(speaker, folder)
+        saved = metadata.state_dict_metadata
+        if _schema.SCHEMA not in saved:
+            raise ValueError(
+                f"{speaker}: {str(folder)!r} has no entry {_schema.SCHEMA!r}; it must come from checkpoint.save"
+            )
+        leaves = _schema.read(speaker, _read(speaker, folder, metadata, {_schema.SCHEMA: ""})[_schema.SCHEMA])
+        entries = {name: _entry(x, leaves.get(name, {}).get("kind")) for name, x in saved.items()}
+        return folder, metadata, _checkpoint.plan(speaker, tree, leaves, entries, convert)
+
+    def read() -> Any:
+        wanted = {
+            name + ending: _empty(like, one.device)
+            for name, one in readings.items()
+            for ending, like in one.likes.items()
+        }
+        _read(speaker, folder, metadata, wanted)
+        return _checkpoint.build(tree, readings, lambda name, *_: wanted.pop(name))
+
+    folder, metadata, readings = _ranks.together(speaker, look)
+    return _ranks.together(speaker, read)
+
+
+def _flat(speaker: str, target: Path, tree: Any) -> dict[str, Any]:
+    if target in _running:
+        raise ValueError(f"{speaker}: {str(target)!r} is being written by async_save; wait for its result first")
+    return _checkpoint.state_dict(tree)
+
+
+def _same_on_all(speaker: str, target: Path, flat: Mapping[str, Any]) -> None:
+    _ranks.same(speaker, "path", str(target))
+    _ranks.same(speaker, "the tree's structure", flat[_schema.SCHEMA])
+    _ranks.same(speaker, "a number in the tree", {name: x for name, x in flat.items() if not isinstance(x, Tensor)})
+
+
+def _write(speaker: str, target: Path, flat: dict[str, Any], group: Any) -> None:
+    _ranks.together(speaker, lambda: _folder.prepare(speaker, target) if _ranks.first() else None, group)
+    writer = _Writer(_folder.partial(target))
+    try:
+        if _ranks.here():
+            dcp.save(flat, storage_writer=writer, process_group=group)
+        else:
+            _write_alone(flat, writer)
+    except dcp.CheckpointException as failed:  # on all ranks
+        if _ranks.first():
+            _folder.discard(target)
+        rank, (error, _) = next(iter(failed.failures.items()))
+        raise _cannot_write(speaker, target, error, f" on rank {rank}") from failed
+    except Exception as error:
+        if _ranks.here():
+            text = f"{speaker}: another rank ended, or did not come, while {str(target)!r} was written: {error}"
+            raise RuntimeError(text) from error
+        _folder.discard(target)
+        raise _cannot_write(speaker, target, error, "") from error
+    _ranks.together(speaker, lambda: _folder.put_in_place(speaker, target) if _ranks.first() else None, group)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Tells of a full disk, which torch hides behind an error of its own about positions in a file."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from None
+
+
+def _cannot_write(speaker: str, target: Path, error: BaseException, where: str) -> OSError:
+    kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+    return OSError(
+        f"{speaker}: could not write {str(target)!r}{where}: {kind}{error}; what was saved there before is untouched"
+    )
+
+
+def _write_alone(flat: dict[str, Any], writer: _Writer) -> None:
+    """The steps of dcp.save for one process, which it takes with a warning that there are no ranks."""
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner(flat, writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    writer.finish(metadata, [writer.write_data(plan, planner).wait()])
+
+
+def _read(speaker: str, folder: Path, metadata: Any, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Fill `wanted`. A rank reads what it needs by itself, so that none waits for another that cannot read."""
+    reader, planner = dcp.FileSystemReader(folder), dcp.DefaultLoadPlanner(allow_partial_load=False)
+    try:
+        planner.set_up_planner(wanted, metadata, is_coordinator=True)
+        reader.set_up_storage_reader(metadata, True)
+        plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+        reader.read_data(plan, planner).wait()
+    except Exception as error:
+        raise ValueError(f"{speaker}: cannot read {str(folder)!r}, a file is damaged: {error}") from error
+    return wanted
+
+
+def _entry(saved: Any, kind: str | None) -> _checkpoint.Entry:
+    if isinstance(saved, TensorStorageMetadata):
+        return _checkpoint.Entry("tensor", saved.properties.dtype, tuple(saved.size))
+    return _checkpoint.Entry(kind if kind in _schema.NUMBERS else "object")
+
+
+def _empty(like: Any, device: torch.device | None) -> Any:
+    """A place to read into; its memory is nobody else's."""
+    if not isinstance(like, Tensor):
+        return like
+    spec = sharding.ShardSpec.of(like)
+    if device is not None and device.type == "meta":
+        device = torch.device("cpu" if spec is None else spec.mesh.device_type)
+    empty = torch.empty_like(sharding.local_of(like), device=device, requires_grad=False)
+    return empty if spec is None else spec.wrap(empty)
+
+
+def _copied(flat: Mapping[str, Any]) -> dict[str, Any]:
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        return stager.stage(dict(flat))
+    finally:
+        stager.close()

@@ -1,0 +1,320 @@
+"""What goes wrong while a checkpoint is written or read: all ranks are told, none hangs, nothing is lost."""
+
+import json
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import world as w
+from whole import bits
+from world import World
+
+import functional_lowbit as fl
+
+two = pytest.mark.parametrize("world", [2], indirect=True, ids="W={}".format)
+ROWS = 1025
+
+
+def tree_of(seed: int, rows: int = ROWS) -> dict[str, Any]:
+    params = {"w": w.shard(w.random((rows, 512), seed)), "b": w.shard(w.random((5,), seed + 1))}
+    return {"params": params, "state": fl.adamw8bit(1e-2).init(params), "n": seed}
+
+
+def text_of(action: Callable[[], Any]) -> str:
+    """What a call says when it fails."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def save(where: str, seed: int) -> Any:
+    tree = tree_of(seed)
+    fl.checkpoint.save(where, tree)
+    return bits(tree)
+
+
+def load(where: str) -> Any:
+    return bits(fl.checkpoint.load(where, tree_of(77)))
+
+
+def save_and_die(where: str, victim: int, asynchronous: bool) -> None:
+    """One rank is killed as soon as its file is there; the other one writes down what it was told."""
+    tree = tree_of(2, 40_000)  # 80 MB, and as much again of state, so that there is a middle
+    local = [x.to_local().clone() for x in tree["params"].values()]
+    if w.rank() == victim:
+        threading.Thread(target=_die_at, args=(Path(f"{where}.partial/__{victim}_0.distcp"),), daemon=True).start()
+    if asynchronous:
+        text = text_of(lambda: fl.checkpoint.async_save(where, tree).result())
+    else:
+        text = text_of(lambda: fl.checkpoint.save(where, tree))
+    same = all(torch.equal(x.to_local(), y) for x, y in zip(tree["params"].values(), local, strict=True))
+    Path(where + ".told").write_text(json.dumps([text, same]))
+
+
+def _die_at(file: Path) -> None:
+    while not (file.exists() and file.stat().st_size > 1_000_000):
+        time.sleep(0.0002)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@two
+@pytest.mark.parametrize(("victim", "asynchronous"), [(1, False), (0, False), (1, True)], ids=str)
+def test_a_rank_killed_in_the_middle_of_a_save(world: World, place: Path, victim: int, asynchronous: bool) -> None:
+    where = str(place / f"killed-{victim}-{asynchronous}")
+    saved = world.run(save, where, 1)
+    with pytest.raises(AssertionError, match="the process ended with code -9"):
+        world.run(save_and_die, where, victim, asynchronous)
+    text, same = json.loads(Path(where + ".told").read_text())
+    speaker = "async_save" if asynchronous else "save"
+    assert text.startswith(
+        f"RuntimeError: checkpoint.{speaker}: another rank ended, or did not come, while '{where}' was written: "
+    )
+    assert same
+    assert world.run(load, where) == saved  # new processes
+    for refused in world.run(refused_load, where + ".partial"):
+        assert refused == (
+            f"ValueError: checkpoint.load: '{where}.partial' is no complete checkpoint: it has no .metadata, which is "
+            "written last"
+        )
+    assert Path(where + ".partial").exists()
+    after = world.run(save, where, 3)  # the next save tidies up
+    assert world.run(load, where) == after
+    assert not Path(where + ".partial").exists()
+
+
+def refused_load(where: str) -> Any:
+    """What a load says, and that the tree is as it was."""
+    tree = tree_of(77)
+    before = bits(tree)
+    text = text_of(lambda: fl.checkpoint.load(where, tree))
+    assert bits(tree) == before
+    return text
+
+
+@two
+def test_a_rank_killed_in_the_first_save(world: World, place: Path) -> None:
+    where = str(place / "killed-first")
+    with pytest.raises(AssertionError, match="the process ended with code -9"):
+        world.run(save_and_die, where, 1, False)
+    for text in world.run(refused_load, where):
+        assert text == (
+            f"FileNotFoundError: checkpoint.load: there is no checkpoint at '{where}'; 'killed-first.partial' beside "
+            "it is what an interrupted save left, and not complete"
+        )
+
+
+@two
+def test_damaged_files(world: World, place: Path) -> None:
+    """A rank that needs nothing of the damaged file is told as well."""
+    path = place / "damaged"
+    world.run(save, str(path), 1)
+    for file in (path / "__0_0.distcp", path / "__1_0.distcp"):
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-7])
+        for text in world.run(refused_load, str(path)):
+            assert text == (
+                f"ValueError: checkpoint.load: the file '{file}' is truncated: it has {len(whole) - 7} bytes of "
+                f"{len(whole)}"
+            )
+        file.unlink()
+        for text in world.run(refused_load, str(path)):
+            assert text == f"ValueError: checkpoint.load: the file '{file}' of the checkpoint is missing"
+        file.write_bytes(b"\0" * len(whole))
+        for text in world.run(refused_load, str(path)):
+            assert text.startswith(f"ValueError: checkpoint.load: cannot read '{path}', a file is damaged: ")
+        file.write_bytes(whole)
+    assert world.run(load, str(path)) == world.run(save, str(path), 1)
+
+
+def on_one_rank_only(where: str) -> Any:
+    """Failures of rank 1 that rank 0 cannot see."""
+    tree = tree_of(1)
+    odd = {**tree, "n": object() if w.rank() == 1 else 1}
+    elsewhere = where if w.rank() == 0 else where + "-elsewhere"
+    wrong = {**tree, "n": 1.5} if w.rank() == 1 else tree
+    return [
+        text_of(lambda: fl.checkpoint.save(where + "-new", odd)),
+        text_of(lambda: fl.checkpoint.async_save(where + "-new", odd)),
+        text_of(lambda: fl.checkpoint.load(elsewhere, tree)),
+        text_of(lambda: fl.checkpoint.load(where, wrong)),
+    ]
+
+
+@two
+def test_a_failure_on_one_rank_is_one_of_all(world: World, place: Path) -> None:
+    where = str(place / "one")
+    world.run(save, where, 1)
+    wanted = [
+        "TypeError: state_dict: leaf 'n' must be a tensor, a bool, a number or a string, got object",
+        "TypeError: state_dict: leaf 'n' must be a tensor, a bool, a number or a string, got object",
+        f"FileNotFoundError: checkpoint.load: there is no checkpoint at '{where}-elsewhere'",
+        "ValueError: checkpoint.load: leaf 'n' was saved with kind 'int', but the state has 'float'",
+    ]
+    assert world.run(on_one_rank_only, where) == [[f"{text} (on rank 1)" for text in wanted], wanted]
+    assert not Path(where + "-new").exists()
+
+
+def different_trees(where: str) -> Any:
+    """A structure, a number and a path that differ between the ranks."""
+    tree = tree_of(1)
+    me = w.rank()
+    other = {**tree, "more": 1} if me else tree
+    return [
+        text_of(lambda: fl.checkpoint.save(where, other)),
+        text_of(lambda: fl.checkpoint.async_save(where, other)),
+        text_of(lambda: fl.checkpoint.save(where, {**tree, "n": me})),
+        text_of(lambda: fl.checkpoint.save(f"{where}-{me}", tree)),
+    ]
+
+
+@two
+def test_ranks_that_do_not_save_the_same(world: World, place: Path) -> None:
+    where = str(place / "different")
+    for texts in world.run(different_trees, where):
+        assert texts == [
+            f"ValueError: checkpoint.{speaker}: {what} must be the same on all ranks, but differs on ranks 0 and 1"
+            for speaker, what in (
+                ("save", "the tree's structure"),
+                ("async_save", "the tree's structure"),
+                ("save", "a number in the tree"),
+                ("save", "path"),
+            )
+        ]
+    assert not list(place.glob("different*"))
+
+
+def lost_on_the_way(where: str) -> Any:
+    """Rank 1 writes to a disk that rank 0 does not see."""
+    write = fl.checkpoint._Writer.write_data
+
+    def elsewhere(self: Any, *args: Any) -> Any:
+        written = write(self, *args)
+        for file in Path(self.path).glob("__1_*"):
+            file.unlink()
+        return written
+
+    fl.checkpoint._Writer.write_data = elsewhere if w.rank() == 1 else write  # type: ignore[method-assign]
+    try:
+        return text_of(lambda: fl.checkpoint.save(where, tree_of(3)))
+    finally:
+        fl.checkpoint._Writer.write_data = write  # type: ignore[method-assign]
+
+
+@two
+def test_ranks_without_a_disk_in_common(world: World, place: Path) -> None:
+    """The older checkpoint is not replaced by one that lacks a rank's file."""
+    where = str(place / "lost")
+    saved = world.run(save, where, 1)
+    file = f"{where}.partial/__1_0.distcp"
+    texts = world.run(lost_on_the_way, where)
+    assert texts[0] == f"ValueError: checkpoint.save: the file '{file}' of the checkpoint is missing"
+    assert texts[1] == texts[0] + " (on rank 0)"
+    assert world.run(load, where) == saved
+
+
+def meta_tree(where: str) -> Any:
+    """A state on the meta device is a template; the result is real, and sharded as the template is."""
+    tree = tree_of(1)
+    meta = {name: torch.empty_like(x, device="meta") for name, x in tree["params"].items()}
+    state = fl.adamw8bit(1e-2).init(meta)
+    loaded = fl.checkpoint.load(where, {"params": meta, "state": state, "n": 0})
+    return bits(loaded)
+
+
+@two
+def test_into_a_tree_without_memory(world: World, place: Path) -> None:
+    where = str(place / "meta")
+    assert world.run(save, where, 1) == world.run(meta_tree, where)
+
+
+def nowhere(where: str) -> Any:
+    tree = tree_of(1)
+    before = bits(tree)
+    texts = [
+        text_of(lambda: fl.checkpoint.save(where, tree)),
+        text_of(lambda: fl.checkpoint.async_save(where, tree).result()),
+    ]
+    assert bits(tree) == before
+    return texts
+
+
+@two
+@pytest.mark.parametrize("where", ["/proc/a", "/sys/a"])
+def test_a_read_only_place(world: World, where: str) -> None:
+    """Not even root makes folders there."""
+    for texts in world.run(nowhere, where):
+        for text, speaker in zip(texts, ("save", "async_save"), strict=True):
+            assert text.startswith(f"OSError: checkpoint.{speaker}: cannot write at '{where}': [Errno ")
+
+
+def with_small_files(where: str) -> Any:
+    """Rank 1 may write no file of more than 100 kB, as if a quota or a disk of its own were full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if w.rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        return nowhere(where)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@two
+def test_no_room_on_one_rank(world: World, place: Path) -> None:
+    where = place / "room" / "a"
+    saved = world.run(save, str(where), 2)
+    for texts in world.run(with_small_files, str(where)):
+        assert texts == [
+            f"OSError: checkpoint.{speaker}: could not write '{where}' on rank 1: [Errno 27] File too large; what was "
+            "saved there before is untouched"
+            for speaker in ("save", "async_save")
+        ]
+        assert [x.name for x in where.parent.iterdir()] == ["a"]
+    assert world.run(load, str(where)) == saved
+
+
+FULL = """
+import os, sys, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+import functional_lowbit as fl
+rank = int(os.fork() == 0)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+mesh, path = init_device_mesh("cpu", (2,)), sys.argv[1] + "/a"
+def shard(x):
+    return {"w": distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)}
+fl.checkpoint.save(path, shard(torch.zeros(100, 2)))
+big, text = shard(torch.ones(1 << 10, 1 << 8)), "no error"
+try:
+    fl.checkpoint.save(path, big)
+except OSError as error:
+    text = str(error)
+whole = fl.checkpoint.load(path, shard(torch.ones(100, 2)))["w"].full_tensor().abs().max().item()
+line = f"{text} {os.listdir(sys.argv[1])} {whole} {big['w'].full_tensor().min().item()}\\n"
+os.write(1, line.encode())  # at once, since two ranks write
+dist.destroy_process_group()
+if rank == 0:
+    assert os.wait()[1] == 0
+else:
+    os._exit(0)
+"""
+
+
+def test_a_full_disk(small_disk: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    lines = small_disk(tmp_path / "disk", FULL, str(tmp_path / "meeting")).splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert line in [
+            f"checkpoint.save: could not write '{tmp_path}/disk/a' on rank {rank}: [Errno 28] No space left on device; "
+            "what was saved there before is untouched ['a'] 0.0 1.0"
+            for rank in (0, 1)
+        ]
