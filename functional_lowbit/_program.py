@@ -90,6 +90,8 @@ def lower(update: Any) -> Program:
 
 
 def _lower(update: Any, gates: tuple[int, ...], counter: list[int]) -> Program:
+    if isinstance(update, Leafwise):
+        update.check_declaration()
     if isinstance(update, Leafwise) and update.elementwise:
         return Program(update, LeafOp(update, gates))
     if not isinstance(update, Composite):

@@ -14,19 +14,22 @@ PACKAGE = Path(fl.__file__).parent
 FLOORS = {
     0: {"_base", "_numerics", "_split", "rounding", "_cpp_ops", "_cpp_library", "_cpp_text"},
     1: {"_tree", "_grid", "formats._format", "_cpp_source", "_cpp_norm"},
-    2: {"_check", "sharding"} | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
-    3: {"formats", "_index", "_norm", "_parts", "schedules"},
-    4: {"_quantized", "_leafwise", "tree"},
-    5: {"_low_bit", "_recipe", "_apply", "_noise", "_program", "_kernel", "_staging", "_checkpoint", "_describe"},
-    6: {"_native", "transforms._chain", "transforms._clip", "transforms._masked", "transforms._scale"},
-    7: {"_backends", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"},
-    8: {"_run", "_donate", "transforms._adam", "transforms._lion"},
-    9: {"_compile"},
-    10: {"", "transforms"},  # what users import
+    2: {"_check", "_guard", "sharding"} | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
+    3: {"formats", "_collectives", "_current", "_index", "_norm", "_parts", "schedules"},
+    4: {"_quantized", "_statistics", "_whole", "reduce", "tree"},
+    5: {"_leafwise"},
+    6: {"_low_bit", "_recipe", "_apply", "_noise", "_program", "_kernel", "_staging", "_checkpoint", "_describe"},
+    7: {"_native", "transforms._chain", "transforms._clip", "transforms._masked", "transforms._scale"}
+    | {"transforms._centralize", "transforms._factored", "transforms._trust_ratio"},
+    8: {"_backends", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
+    | {"transforms._orthogonalize"},
+    9: {"_run", "_donate", "transforms._adam", "transforms._lion"},
+    10: {"_compile"},
+    11: {"", "transforms"},  # what users import
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 DOORS = {  # who may use what
-    "torch.distributed": {"sharding", "_checkpoint"},
+    "torch.distributed": {"sharding", "_checkpoint", "_collectives"},
     "optree": {"_tree"},
     "torch._dynamo": {"_backends"},
     "torch.utils._pytree": {"_tree"},
@@ -131,7 +134,7 @@ def test_a_dtensor_is_rebuilt_from_its_global_shape_and_stride(name):
 
 def _public() -> dict[str, object]:
     found: dict[str, object] = {}
-    for space in (fl, fl.formats, fl.rounding, fl.schedules, fl.sharding, fl.tree):
+    for space in (fl, fl.formats, fl.reduce, fl.rounding, fl.schedules, fl.sharding, fl.tree):
         for name, value in vars(space).items():
             ours = str(getattr(value, "__module__", "")).startswith("functional_lowbit")
             if not name.startswith("_") and ours and (inspect.isclass(value) or inspect.isfunction(value)):

@@ -85,6 +85,11 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "chain_of_all": lambda o: o.chain(
         o.clip(1.0), o.trace(0.5), o.scale_by_lion(), o.add_decayed_weights(0.1), o.scale_by_learning_rate(LR)
     ),
+    "centralize": lambda o: o.chain(o.centralize(), o.scale(-LR)),
+    "scale_by_trust_ratio": lambda o: o.chain(o.scale_by_trust_ratio(), o.scale(-LR)),
+    "scale_by_trust_ratio_bounds": lambda o: o.chain(o.scale_by_trust_ratio(2.0, 0.5, 0.1), o.scale(-LR)),
+    "scale_by_factored_rms": lambda o: o.chain(o.scale_by_factored_rms(min_dim_size_to_factor=4), o.scale(-LR)),
+    "scale_by_factored_rms_whole": lambda o: o.chain(o.scale_by_factored_rms(factored=False), o.scale(-LR)),
     "apply_if_finite": lambda o: o.apply_if_finite(o.adamw(LR, weight_decay=0.1), 2),
 }
 BROKEN_STEPS = (3, 8, 9)  # of apply_if_finite: an Inf or a NaN in one element, at most as often in a row as it allows
@@ -308,6 +313,7 @@ DIFFERENCES: dict[tuple[str, str], str] = {
     ("masked", "mask_compatible_extra_args"): "extra arguments are passed on as they are: not built",
     ("apply_if_finite", "max_consecutive_errors"): "optax has no default; ours is the 5 of its documentation",
     ("scale_by_learning_rate", "learning_rate"): "optax lets it be left out, and then returns the identity",
+    ("scale_by_factored_rms", "decay_rate_fn"): "a function of two numbers beside schedules: not built",
     ("apply_updates", "rounding"): "ours: stochastic rounding of low-precision parameters",
     ("apply_updates", "key"): "belongs to rounding",
 }
