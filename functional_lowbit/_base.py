@@ -140,7 +140,8 @@ def _hints(state_class: type) -> dict[str, Any]:
     try:
         return get_type_hints(state_class, include_extras=True)
     except NameError:
-        return dict(getattr(state_class, "__annotations__", {}))
+        hints = getattr(state_class, "__annotations__", {})
+        return {name: getattr(hint, "__forward_arg__", hint) for name, hint in hints.items()}  # NamedTuple wraps text
 
 
 def _marked(hint: Any, kind: type) -> Any:

@@ -5,11 +5,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from functional_lowbit._guard import Guard, MixesElements, name_of
+from functional_lowbit._guard import Guard
 from functional_lowbit.sharding import ShardSpec
 
 
-@dataclass
+@dataclass(frozen=True)
 class Leaf:
     """The leaf that a function with `reduces=True` is given a part of."""
 
@@ -23,26 +23,11 @@ CURRENT: ContextVar[Leaf | None] = ContextVar("leaf", default=None)
 
 
 @contextmanager
-def inside(leaf: Leaf, speaker: str, function: object) -> Iterator[None]:
-    """While a leaf's function runs; with a guard, what it does to its tensors is watched.
-
-    Raises:
-        ValueError: if the function combines elements of this rank's part by itself.
-    """
+def inside(leaf: Leaf | None) -> Iterator[None]:
+    """While a leaf's function runs."""
     token = CURRENT.set(leaf)
     try:
-        if leaf.guard is None:
-            yield
-            return
-        try:
-            with leaf.guard:
-                yield
-        except MixesElements as mixes:
-            raise ValueError(
-                f"{speaker}: the leaf function {name_of(function)} calls {mixes} at {leaf.path!r}, which combines "  # type: ignore[arg-type]
-                "elements of this rank's part alone, or moves them; use fl.reduce.sum, mean, norm or max, or have the "
-                "function given whole leaves with leafwise(..., elementwise=False)"
-            ) from None
+        yield
     finally:
         CURRENT.reset(token)
 

@@ -4,7 +4,8 @@ A rank holds a part of each leaf. A function that takes the mean of what it is g
 and nothing would say so; such a function is refused, with the operation's name.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
 
@@ -79,8 +80,8 @@ def check_elementwise(speaker: str, function: Callable[..., Any], state_class: A
     Raises:
         ValueError: if it uses an operation that combines elements or moves them.
     """
-    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
-        return  # inside torch.func, operations are not those that the function was written with
+    if not can_watch():
+        return
     try:
         op = _verdict(function, state_class, tuple(moments))
     except TypeError:  # a callable that cannot be hashed is tried each time
@@ -91,6 +92,32 @@ def check_elementwise(speaker: str, function: Callable[..., Any], state_class: A
             "which combines elements or moves them, and a rank or a block holds only some of them; use fl.reduce in "
             "it and declare it with leafwise(..., reduces=True), or have it given whole leaves with elementwise=False"
         )
+
+
+def can_watch() -> bool:
+    """Whether operations are those that a function was written with: not so inside torch.func and torch.compile."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is None
+
+
+@contextmanager
+def watched(guard: Guard | None, speaker: str, function: Callable[..., Any], path: str) -> Iterator[None]:
+    """While a function is given a rank's part of a leaf; it is not watched if there is no guard.
+
+    Raises:
+        ValueError: if the function combines elements of the part by itself.
+    """
+    if guard is None:
+        yield
+        return
+    try:
+        with guard:
+            yield
+    except MixesElements as mixes:
+        raise ValueError(
+            f"{speaker}: the leaf function {name_of(function)} calls {mixes} at {path!r}, which combines elements of "
+            "this rank's part alone, or moves them; declare it with leafwise(..., reduces=True) and use fl.reduce.sum, "
+            "mean, norm or max, or have it given whole leaves with elementwise=False"
+        ) from None
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -22,7 +22,7 @@ from functional_lowbit._base import (
     moments_of,
     statistics_of,
 )
-from functional_lowbit._guard import Guard, check_elementwise, name_of
+from functional_lowbit._guard import Guard, can_watch, check_elementwise, name_of, watched
 from functional_lowbit._parts import Part, Rest
 from functional_lowbit._whole import Job, run_whole
 from functional_lowbit.sharding import ShardSpec, local_of, part_of, wrap
@@ -107,7 +107,9 @@ class Leafwise(Part):
         whole = spec is not None and not self.elementwise and not self.reduces
         if whole:
             part = local_of(param.full_tensor())  # type: ignore[attr-defined]
-        with _current.inside(_current.Leaf(path, tuple(part.shape), spec if self.reduces else None, None), "", None):
+        guard = Guard() if can_watch() and (self.elementwise or self.reduces) else None
+        leaf = _current.Leaf(path, tuple(part.shape), spec, guard) if self.reduces else None
+        with _current.inside(leaf), watched(guard, f"{self.name}.init", self.init_leaf, path):
             first = self.init_leaf(part)
         unknown = next((field for field in first if field not in self.leaf_fields), None)
         if unknown is not None:
@@ -252,11 +254,13 @@ class Leafwise(Part):
             return task.wrapped(*self.leaf(g, named, p, scalars))
         shape = tuple(g.shape)
         # Watched once for each shape: a function may do other things for other shapes, but hardly at other times.
-        watch = shape not in self._watched and torch._C._functorch.maybe_current_level() is None
-        leaf = _current.Leaf(task.path, shape, task.spec, Guard() if watch else None)
-        with _current.inside(leaf, speaker, self.update_leaf):
+        guard = Guard() if shape not in self._watched and can_watch() else None
+        with (
+            _current.inside(_current.Leaf(task.path, shape, task.spec, guard)),
+            watched(guard, speaker, self.update_leaf, task.path),
+        ):
             update, new = self.leaf(g, named, p, scalars)
-        if watch:
+        if guard is not None:
             self._watched.add(shape)
         return task.wrapped(update, new)
 
