@@ -4,9 +4,9 @@ Inside a leaf function declared with `leafwise(..., reduces=True)`, these know h
 what this rank holds, and then over the ranks that hold the rest. A part that several ranks hold counts once. Everywhere
 else they reduce a tensor or a DTensor as a whole. All ranks that hold parts of the leaf must call them together.
 
-Sums are made in float64 and rounded once, to float32. What the mesh decides is the order of that sum, so the result is
-bit-equal wherever no reduced dimension is cut, and else differs by the last bit if at all; `norm` over all dimensions
-is `global_norm` of the leaf, exact, and the same bits on every mesh that keeps rows.
+Sums are exact in float64 in whatever order they are added (see `_exact_sum`), and rounded to float32. So results have
+the same bits on every mesh, also where a reduced dimension is cut. Only `norm` over all dimensions is `global_norm` of
+the leaf, which has the same bits on every mesh that keeps rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from functional_lowbit import _collectives, _current, _norm, sharding
+from functional_lowbit import _collectives, _current, _exact_sum, _norm, sharding
 
 Dims: TypeAlias = int | Sequence[int] | None
 """Dimensions of a leaf that are reduced; None is all of them."""
@@ -117,12 +117,26 @@ def _reduce(name: str, x: Tensor, dim: Dims, keepdim: bool, function: Callable[.
         if dim is None and function is _euclidean:
             result = _norm.global_norm(sharding.wrap(local, spec)).to(local.device)
         else:
-            result = function(local, dims, spec)  # float32, reduced dimensions kept
-            result = result.reshape(()) if dim is None else result
+            of = (_once(local, dims), dims, spec) if x.ndim else (local.reshape(1), (0,), None)
+            result = function(*of)  # float32, reduced dimensions kept
+            result = result.reshape(()) if dim is None else result.expand(_left(local, dims))
         if dim is None:
             return result.reshape([1] * x.ndim) if keepdim else result
         kept = result if keepdim else result.squeeze(dims)
         return kept if leaf is not None or spec is None else _collectives.reduced(spec, dims, keepdim).wrap(kept)
+
+
+def _left(x: Tensor, dims: tuple[int, ...]) -> list[int]:
+    """The shape of what is left, reduced dimensions kept."""
+    return [1 if d in dims else n for d, n in enumerate(x.shape)]
+
+
+def _once(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """A tensor without its repetitions: what was expanded along a dimension that is kept is reduced once."""
+    for d in range(x.ndim):
+        if d not in dims and x.stride(d) == 0 and x.shape[d] > 1:
+            x = x.narrow(d, 0, 1)
+    return x
 
 
 def _spec(name: str, x: Any, leaf: _current.Leaf | None) -> sharding.ShardSpec | None:
@@ -152,33 +166,27 @@ def _dims(name: str, x: Tensor, dim: Dims) -> tuple[int, ...]:
     return tuple(sorted(d % x.ndim for d in given))
 
 
-def _sum_in_float64(x: Tensor, dims: tuple[int, ...], spec: sharding.ShardSpec | None) -> Tensor:
-    """float64, reduced dimensions kept. Contiguous, since a sum over strided memory is taken in another order."""
-    x = x.double().contiguous()
-    return _collectives.all_reduce(x.sum(dims, keepdim=True) if dims else x.clone(), spec, dims)
-
-
 def _sum(x: Tensor, dims: tuple[int, ...], spec: sharding.ShardSpec | None) -> Tensor:
-    return _sum_in_float64(x, dims, spec).float()
+    return _exact_sum.exact_sum(x, dims, spec).float()
 
 
 def _mean(x: Tensor, dims: tuple[int, ...], spec: sharding.ShardSpec | None) -> Tensor:
     shape, count = x.shape if spec is None else spec.shape, 1
     for d in dims:
         count *= shape[d]
-    return (_sum_in_float64(x, dims, spec) / count).float()
+    return (_exact_sum.exact_sum(x, dims, spec) / count).float()
 
 
 def _euclidean(x: Tensor, dims: tuple[int, ...], spec: sharding.ShardSpec | None) -> Tensor:
-    return _sum_in_float64(x.double().square(), dims, spec).sqrt().float()
+    return _exact_sum.exact_sum(x.float(), dims, spec, squares=True).sqrt().float()
 
 
 def _max(x: Tensor, dims: tuple[int, ...], spec: sharding.ShardSpec | None) -> Tensor:
     x = x.float()
     if any(x.shape[d] == 0 for d in dims):
-        largest = x.new_full([1 if d in dims else n for d, n in enumerate(x.shape)], float("-inf"))
+        largest = x.new_full(_left(x, dims), float("-inf"))
     else:
-        largest = x.amax(dims, keepdim=True) if dims else x.clone()
+        largest = x.amax(dims, keepdim=True)
     if spec is None:
         return largest
     # A collective need not pass NaN on, so it goes beside the number.

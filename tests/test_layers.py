@@ -16,8 +16,8 @@ FLOORS = {
     1: {"_tree", "_grid", "formats._format", "_cpp_source", "_cpp_norm"},
     2: {"_check", "_guard", "sharding"} | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
     3: {"formats", "_collectives", "_current", "_index", "_norm", "_parts", "schedules"},
-    4: {"_quantized", "_statistics", "_whole", "reduce", "tree"},
-    5: {"_leafwise"},
+    4: {"_quantized", "_exact_sum", "_statistics", "_whole", "tree"},
+    5: {"_leafwise", "reduce"},
     6: {"_low_bit", "_recipe", "_apply", "_noise", "_program", "_kernel", "_staging", "_checkpoint", "_describe"},
     7: {"_native", "transforms._chain", "transforms._clip", "transforms._masked", "transforms._scale"}
     | {"transforms._centralize", "transforms._factored", "transforms._trust_ratio"},

@@ -225,6 +225,9 @@ def test_reductions_of_plain_tensors_are_exact_to_the_last_bit():
             assert torch.equal(fl.reduce.max(x, dim, keepdim), x.amax(dim, keepdim))
             norm = torch.linalg.vector_norm(d, dim=dim, keepdim=keepdim).float()
             torch.testing.assert_close(fl.reduce.norm(x, dim, keepdim), norm, rtol=2**-24, atol=0)
+    assert torch.equal(
+        fl.reduce.mean(x[:, :1].expand(7, 6, 5), 0, True), d[:, :1].mean(0, True).float().expand(1, 6, 5)
+    )
     assert torch.equal(fl.reduce.norm(x), fl.global_norm(x))
     assert fl.reduce.sum(x.bfloat16()).dtype == torch.float32
     assert fl.reduce.max(torch.empty(0, 3)).item() == -torch.inf

@@ -204,6 +204,28 @@ def test_params_after_20_steps(case, engine):
     assert distance(ours.params, to_torch(draw(0, 1.0))) > LR / 2  # they went somewhere
 
 
+@pytest.mark.parametrize("arguments", [{}, {"nesterov": False}, {"ns_steps": 3, "beta": 0.8, "eps": 1e-3}])
+def test_muon(arguments):
+    """Matrices only, so apart from `CASES`. The bound is that of the other cases, 2e-5 after 20 steps."""
+    params = {"wide": draw(0, 1.0)["layer"]["w"], "tall": draw(1, 1.0)["layer"]["w"].T.copy()}
+    ours = fl.chain(fl.scale_by_muon(**arguments), fl.scale(-LR))
+    axes = {"wide": optax.contrib.MuonDimensionNumbers(), "tall": optax.contrib.MuonDimensionNumbers()}
+    theirs = optax.chain(optax.contrib.scale_by_muon(**arguments, weight_dimension_numbers=axes), optax.scale(-LR))
+    mine, other = to_torch(params), to_jax(params)
+    state, other_state, update = ours.init(mine), theirs.init(other), jax.jit(theirs.update)
+    for t in range(STEPS):
+        w = draw(100 + t, 1.0)["layer"]["w"]
+        grads = {"wide": w + 0.3, "tall": w.T - 0.3}
+        updates, state = ours.update(to_torch(grads), state, mine)
+        mine = fl.apply_updates(mine, updates)
+        updates, other_state = update(to_jax(grads), other_state, other)
+        other = optax.apply_updates(other, updates)
+    worst = distance(mine, other)
+    print(f"muon {arguments}: {worst:.2e}")
+    assert worst <= 2e-5
+    assert distance(mine, to_torch(params)) > LR / 2
+
+
 @pytest.mark.parametrize("case", ["adam", "adam_nesterov", "adamw_decay", "chain", "trace_nesterov"])
 def test_params_against_optax_in_float64(case):
     """What is left when optax does not round: our own 20 roundings of parameters below 4, 2.4e-7 at most each."""
