@@ -31,6 +31,10 @@ class MixesElements(Exception):
 class Guard(TorchDispatchMode):
     """While it is entered, an operation that combines elements or moves them raises `MixesElements`."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, for more than a second, to keep it away from us
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, if each element of its result is made of elements at one place."""
         if not _keeps_places(func):

@@ -24,8 +24,9 @@ from functional_lowbit._base import (
 )
 from functional_lowbit._guard import Guard, can_watch, check_elementwise, name_of, watched
 from functional_lowbit._parts import Part, Rest
-from functional_lowbit._whole import Job, run_whole
-from functional_lowbit.sharding import ShardSpec, local_of, part_of, wrap
+from functional_lowbit._task import Task
+from functional_lowbit._whole import run_whole
+from functional_lowbit.sharding import ShardSpec, local_of, wrap
 
 
 class Shared(NamedTuple):
@@ -201,7 +202,7 @@ class Leafwise(Part):
                 _statistics.check(speaker, name, path, statistic, leaf, value)
         shared = self.share(updates, state, params, self.hyper(state))
         tasks = [
-            _Task(path, u, {name: kept[name][i] for name in kept}, None if params is None else leaf)
+            Task(path, u, {name: kept[name][i] for name in kept}, None if params is None else leaf)
             for i, (path, u, leaf) in enumerate(zip(paths, us, leaves, strict=True))
             if u is not None
         ]
@@ -218,31 +219,27 @@ class Leafwise(Part):
         )
         return _tree.unflatten(treedef, new_us), new_state
 
-    def _update_leaves(self, speaker: str, tasks: "list[_Task]", scalars: Mapping[str, Tensor]) -> list[Any]:
+    def _update_leaves(self, speaker: str, tasks: list[Task], scalars: Mapping[str, Tensor]) -> list[Any]:
         """(new update, new fields) of each leaf. A rule that needs whole leaves is given them."""
         if self.elementwise or self.reduces:
             return [self._update_part(speaker, task, scalars) for task in tasks]
-        done: list[Any] = [None] * len(tasks)
-        sharded = []
-        for i, task in enumerate(tasks):
-            if task.spec is None:
-                done[i] = self._update_part(speaker, task, scalars)
-            else:
-                sharded.append(i)
+        sharded = [task for task in tasks if task.spec is not None]
+        parts = iter(self._update_wholes(speaker, sharded, scalars))
+        return [self._update_part(speaker, t, scalars) if t.spec is None else t.wrapped(*next(parts)) for t in tasks]
 
-        def compute(j: int, wholes: list[Tensor]) -> list[Tensor]:
-            task, rest = tasks[sharded[j]], wholes[1:]
-            p = rest.pop() if task.param is not None else None
-            update, new = self.leaf(wholes[0], dict(zip(task.fields, rest, strict=True)), p, scalars)
+    @torch.no_grad()
+    def _update_wholes(self, speaker: str, tasks: list[Task], scalars: Mapping[str, Tensor]) -> list[Any]:
+        """This rank's parts of (new update, new fields) of sharded leaves that are worked on as a whole."""
+
+        def compute(task: Task, wholes: list[Tensor]) -> list[Tensor]:
+            p = wholes.pop() if task.param is not None else None
+            update, new = self.leaf(wholes[0], dict(zip(task.fields, wholes[1:], strict=True)), p, scalars)
             return [update, *new.values()]
 
-        with torch.no_grad():
-            results = run_whole(speaker, [tasks[i].job() for i in sharded], compute) if sharded else []
-        for i, (update, *new) in zip(sharded, results, strict=True):
-            done[i] = tasks[i].wrapped(update, dict(zip(self.leaf_fields, new, strict=True)))
-        return done
+        results = run_whole(speaker, tasks, compute)
+        return [(update, dict(zip(self.leaf_fields, new, strict=True))) for update, *new in results]
 
-    def _update_part(self, speaker: str, task: "_Task", scalars: Mapping[str, Tensor]) -> Any:
+    def _update_part(self, speaker: str, task: Task, scalars: Mapping[str, Tensor]) -> Any:
         """One leaf, or what this rank holds of it. A plain tensor keeps its autograd history, for meta-gradients."""
         g, *fields = task.parts()
         p = fields.pop() if task.param is not None else None
@@ -263,39 +260,6 @@ class Leafwise(Part):
         if guard is not None:
             self._watched.add(shape)
         return task.wrapped(update, new)
-
-
-@dataclass(frozen=True)
-class _Task:
-    """One leaf of one update."""
-
-    path: str
-    update: Tensor
-    fields: Mapping[str, Any]  # moments and statistics, as they rest
-    param: Tensor | None
-
-    @property
-    def spec(self) -> ShardSpec | None:
-        return ShardSpec.of(self.update)
-
-    def parts(self) -> list[Tensor]:
-        """What this rank holds of the update, the fields and the parameter, in float32."""
-        tensors = [self.update, *self.fields.values(), *([] if self.param is None else [self.param])]
-        return [part_of(x).float() for x in tensors]
-
-    def job(self) -> Job:
-        """For `run_whole`."""
-        specs = [ShardSpec.of(x) for x in (self.update, *self.fields.values())]
-        returned = tuple(s for s in specs if s is not None)
-        assert len(returned) == len(specs)
-        return Job(
-            self.path, returned[0], returned + ((returned[0],) if self.param is not None else ()), returned, self.parts
-        )
-
-    def wrapped(self, update: Tensor, new: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The new update and fields, sharded as the old ones."""
-        update = wrap(update.to(self.update.dtype), self.spec)
-        return update, {name: wrap(x, ShardSpec.of(self.fields[name])) for name, x in new.items()}
 
 
 def check_leaf(

@@ -15,7 +15,7 @@ FLOORS = {
     0: {"_base", "_numerics", "_split", "rounding", "_cpp_ops", "_cpp_library", "_cpp_text"},
     1: {"_tree", "_grid", "formats._format", "_cpp_source", "_cpp_norm"},
     2: {"_check", "_guard", "sharding"} | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
-    3: {"formats", "_collectives", "_current", "_index", "_norm", "_parts", "schedules"},
+    3: {"formats", "_collectives", "_current", "_index", "_norm", "_parts", "_task", "schedules"},
     4: {"_quantized", "_exact_sum", "_statistics", "_whole", "tree"},
     5: {"_leafwise", "reduce"},
     6: {"_low_bit", "_recipe", "_apply", "_noise", "_program", "_kernel", "_staging", "_checkpoint", "_describe"},

@@ -1,5 +1,6 @@
 """Leaf functions that reduce, or need whole leaves: what they may do, what they are given, and what is refused."""
 
+import math
 import pickle
 from functools import partial
 from typing import Annotated, Any, NamedTuple
@@ -10,6 +11,7 @@ from helpers import leaves, random_like, refuses, run_pure, run_step, same
 from torch import Tensor
 
 import functional_lowbit as fl
+from functional_lowbit._exact_sum import exact_sum
 
 # What is declared elementwise ----------------------------------------------------------------------------------------
 
@@ -234,6 +236,41 @@ def test_reductions_of_plain_tensors_are_exact_to_the_last_bit():
     assert fl.reduce.mean(torch.empty(0, 3)).isnan()
     assert fl.reduce.sum(torch.tensor(2.0)) == 2.0
     assert fl.reduce.sum(x, keepdim=True).shape == (1, 1, 1)
+
+
+@pytest.mark.parametrize("spread", [0, 20, 60, 120])
+@pytest.mark.parametrize("squares", [False, True])
+def test_an_exact_sum_does_not_depend_on_the_order(spread, squares):
+    """Numbers whose exponents differ by `spread`, and with signs that cancel, in many orders and cuts."""
+    generator = torch.Generator().manual_seed(spread)
+    x = torch.randn(600, 3, generator=generator) * torch.exp2(spread * (torch.rand(600, 3, generator=generator) - 0.5))
+    x = torch.cat([x, -x * (1 + 2**-20)]) if not squares else x
+    wanted = exact_sum(x, (0,), None, squares)
+    for _ in range(10):
+        order = torch.randperm(len(x), generator=generator)
+        assert torch.equal(exact_sum(x[order], (0,), None, squares), wanted)
+        assert torch.equal(exact_sum(x[order].t(), (1,), None, squares), wanted.t())
+        assert torch.equal(exact_sum(x[order].view(40, -1, 3), (0, 1), None, squares), wanted[None])
+    terms = (x.double() ** 2 if squares else x.double()).t().tolist()
+    for got, values in zip(wanted[0].tolist(), terms, strict=True):
+        bound = len(x) ** 3 * 2**-105 * max(map(abs, values)) + 2**-53 * abs(math.fsum(values))
+        assert abs(got - math.fsum(values)) <= bound
+
+
+def test_an_exact_sum_of_many_chunks_and_of_what_is_not_finite():
+    x = torch.randn(3000, 50, generator=torch.Generator().manual_seed(0)) * 1e20
+    wanted = x.double().sum(0).float()  # of so many numbers of one size, float64 has bits to spare
+    torch.testing.assert_close(fl.reduce.sum(x, 0), wanted, rtol=2**-23, atol=0)
+    assert torch.equal(fl.reduce.sum(x, 1), fl.reduce.sum(x.t().contiguous(), 0))
+    x[2999, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    x[0, 0] = -torch.inf
+    got = fl.reduce.sum(x, 0)
+    assert got[:3].isnan().tolist() == [True, False, True]
+    assert got[1] == -torch.inf
+    assert torch.equal(got[3:], fl.reduce.sum(x[:, 3:], 0))
+    tiny = torch.full((5, 2), 2.0**-149)
+    assert torch.equal(fl.reduce.sum(tiny, 0), torch.full((2,), 5 * 2.0**-149))
+    assert torch.equal(fl.reduce.norm(torch.full((4, 2), 1e30), 0), torch.full((2,), 2e30))
 
 
 def test_derivatives_go_through_reductions_and_whole_leaves():
