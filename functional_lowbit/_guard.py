@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # Operations without torch.Tag.pointwise that leave each element where it is, or make tensors from numbers.
@@ -100,7 +101,7 @@ def check_elementwise(speaker: str, function: Callable[..., Any], state_class: A
 
 def can_watch() -> bool:
     """Whether operations are those that a function was written with: not so inside torch.func and torch.compile."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is None
+    return not torch.compiler.is_compiling() and maybe_current_level() is None
 
 
 @contextmanager

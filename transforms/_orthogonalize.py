@@ -70,7 +70,7 @@ def _matrices(updates: Tree) -> Tree:
 
 
 def _newton_schulz(
-    coeffs: tuple[float, float, float], steps: int, eps: float, g: Tensor, s: Any, p: Tensor, c: Any
+    coeffs: tuple[float, ...], steps: int, eps: float, g: Tensor, s: Any, p: Tensor, c: Any
 ) -> tuple[Tensor, Any]:
     a, b, c3 = coeffs
     x = g.T if g.shape[0] > g.shape[1] else g

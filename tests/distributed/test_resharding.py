@@ -30,10 +30,12 @@ SAVED_AT, MORE = 3, 2  # steps before and after the checkpoint
 def rule(name: str) -> Any:
     if name == "guarded":
         return fl.apply_if_finite(fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2, weight_decay=0.1)))
+    if name == "statistics":
+        return fl.chain(fl.scale_by_factored_rms(min_dim_size_to_factor=8), fl.scale_by_trust_ratio(), fl.scale(-1e-2))
     return fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2, format=name))
 
 
-RULES = ("guarded", "dynamic8", "bfloat16", "root4")
+RULES = ("guarded", "dynamic8", "bfloat16", "root4", "statistics")
 
 
 def cutter() -> Callable[[Tensor], Tensor]:
