@@ -17,20 +17,34 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 # Operations without torch.Tag.pointwise that leave each element where it is, or make tensors from numbers.
 _NAMES = (
     "_conj _local_scalar_dense _neg_view _prelu_kernel _reshape_alias _reshape_copy _to_copy _unsafe_view alias "
-    "bucketize clone copy copy_ detach detach_ empty empty_like empty_strided expand expand_copy fill fill_ full "
-    "full_like hardswish lift lift_fresh lift_fresh_copy masked_fill masked_fill_ new_empty new_empty_strided new_full "
-    "new_ones new_zeros ones ones_like reshape resolve_conj resolve_neg rsub scalar_tensor squeeze sym_numel sym_size "
-    "unsqueeze view view_copy where zero zero_ zeros zeros_like"
+    "bucketize clone copy copy_ detach detach_ empty empty_like empty_strided expand expand_copy fill fill_ "
+    "floor_divide floor_divide_ full full_like hardswish lift lift_fresh lift_fresh_copy log_sigmoid_forward "
+    "masked_fill masked_fill_ new_empty new_empty_strided new_full new_ones new_zeros ones ones_like reshape "
+    "resolve_conj resolve_neg rsub scalar_tensor squeeze unsqueeze view view_copy where zero zero_ zeros zeros_like"
 )
 AT_THEIR_PLACES = frozenset(_NAMES.split())
 
 
 class MixesElements(Exception):
-    """A leaf function used an operation that combines elements, or moves them."""
+    """A leaf function used an operation that combines elements, moves them, or draws at random.
+
+    The text is the operation and what is wrong with it; `way_out` what to do instead.
+    """
+
+    way_out = (
+        "use fl.reduce.sum, mean, norm or max and declare the function with leafwise(..., reduces=True), or have it "
+        "given whole leaves with elementwise=False"
+    )
+
+
+class DrawsAtRandom(MixesElements):
+    """A leaf function drew random numbers."""
+
+    way_out = "make the noise from a key with fl.rounding, or hand it in with the gradients"
 
 
 class Guard(TorchDispatchMode):
-    """While it is entered, an operation that combines elements or moves them raises `MixesElements`."""
+    """While it is entered, an operation that does not leave elements at their places raises `MixesElements`."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -39,7 +53,12 @@ class Guard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, if each element of its result is made of elements at one place."""
         if not _keeps_places(func):
-            raise MixesElements(str(func).removesuffix(".default"))
+            name = str(func).removesuffix(".default")
+            if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+                raise DrawsAtRandom(f"{name}, which is random, so that ranks with copies of a leaf would part")
+            raise MixesElements(
+                f"{name}, which combines elements or moves them, where a rank holds only a part of them"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -49,7 +68,7 @@ def _keeps_places(op: Any) -> bool:
     if schema is None:  # a higher-order operator
         return False
     namespace, name = schema.name.split("::")
-    return namespace == "aten" and (torch.Tag.pointwise in op.tags or name in AT_THEIR_PLACES)
+    return torch.Tag.pointwise in op.tags or (namespace == "aten" and name in AT_THEIR_PLACES)
 
 
 class _AnyScalar:
@@ -62,8 +81,8 @@ class _AnyScalar:
 
 
 @lru_cache(maxsize=4096)
-def _verdict(function: Callable[..., Any], state_class: Any, moments: tuple[str, ...]) -> str | None:
-    """The first operation with which a function mixes elements; None if there is none, or it cannot be tried."""
+def _verdict(function: Callable[..., Any], state_class: Any, moments: tuple[str, ...]) -> MixesElements | None:
+    """What a function does that is not elementwise; None if there is nothing, or it cannot be tried."""
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         g, p, *values = [
             torch.full((2, 3), 0.25 + 0.125 * i, dtype=torch.float32, device="cpu") for i in range(2 + len(moments))
@@ -73,7 +92,7 @@ def _verdict(function: Callable[..., Any], state_class: Any, moments: tuple[str,
             with Guard():
                 function(g, state_class(**fields), p, _AnyScalar())
         except MixesElements as mixes:
-            return str(mixes)
+            return mixes.with_traceback(None)  # which would keep tensors alive
         except Exception:
             return None  # whatever else is wrong with it, the real call says, on real tensors
     return None
@@ -83,19 +102,18 @@ def check_elementwise(speaker: str, function: Callable[..., Any], state_class: A
     """Refuse a leaf function that is declared elementwise and is not. It is tried once, on tensors of [2, 3].
 
     Raises:
-        ValueError: if it uses an operation that combines elements or moves them.
+        ValueError: if it uses an operation that combines elements, moves them, or draws at random.
     """
     if not can_watch():
         return
     try:
-        op = _verdict(function, state_class, tuple(moments))
+        mixes = _verdict(function, state_class, tuple(moments))
     except TypeError:  # a callable that cannot be hashed is tried each time
-        op = _verdict.__wrapped__(function, state_class, tuple(moments))
-    if op is not None:
+        mixes = _verdict.__wrapped__(function, state_class, tuple(moments))
+    if mixes is not None:
         raise ValueError(
-            f"{speaker}: the leaf function {name_of(function)} is elementwise by its declaration, but calls {op}, "
-            "which combines elements or moves them, and a rank or a block holds only some of them; use fl.reduce in "
-            "it and declare it with leafwise(..., reduces=True), or have it given whole leaves with elementwise=False"
+            f"{speaker}: the leaf function {name_of(function)} is elementwise by its declaration, but calls {mixes}; "
+            f"{mixes.way_out}"
         )
 
 
@@ -109,7 +127,7 @@ def watched(guard: Guard | None, speaker: str, function: Callable[..., Any], pat
     """While a function is given a rank's part of a leaf; it is not watched if there is no guard.
 
     Raises:
-        ValueError: if the function combines elements of the part by itself.
+        ValueError: if the function combines elements of the part by itself, moves them, or draws at random.
     """
     if guard is None:
         yield
@@ -119,9 +137,7 @@ def watched(guard: Guard | None, speaker: str, function: Callable[..., Any], pat
             yield
     except MixesElements as mixes:
         raise ValueError(
-            f"{speaker}: the leaf function {name_of(function)} calls {mixes} at {path!r}, which combines elements of "
-            "this rank's part alone, or moves them; declare it with leafwise(..., reduces=True) and use fl.reduce.sum, "
-            "mean, norm or max, or have it given whole leaves with elementwise=False"
+            f"{speaker}: at {path!r}, the leaf function {name_of(function)} calls {mixes}; {mixes.way_out}"
         ) from None
 
 

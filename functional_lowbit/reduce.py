@@ -2,7 +2,8 @@
 
 Inside a leaf function declared with `leafwise(..., reduces=True)`, these know how the leaf is sharded: each adds up
 what this rank holds, and then over the ranks that hold the rest. A part that several ranks hold counts once. Everywhere
-else they reduce a tensor or a DTensor as a whole. All ranks that hold parts of the leaf must call them together.
+else they reduce a tensor or a DTensor as a whole. All ranks that hold parts of the leaf must call them together, one
+whose part is empty among them.
 
 Sums are exact in float64 in whatever order they are added (see `_exact_sum`), and rounded to float32. So results have
 the same bits on every mesh, also where a reduced dimension is cut. Only `norm` over all dimensions is `global_norm` of

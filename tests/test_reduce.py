@@ -2,11 +2,13 @@
 
 import math
 import pickle
+from collections import defaultdict
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import leaves, random_like, refuses, run_pure, run_step, same
 from torch import Tensor
 
@@ -34,15 +36,22 @@ MIXING = {
 }
 
 
+MIXES = (
+    "which combines elements or moves them, where a rank holds only a part of them; use fl.reduce.sum, mean, norm or "
+    "max and declare the function with leafwise(..., reduces=True), or have it given whole leaves with elementwise=False"
+)
+RANDOM = (
+    "which is random, so that ranks with copies of a leaf would part; make the noise from a key with fl.rounding, or "
+    "hand it in with the gradients"
+)
+WAY_OUT = defaultdict(lambda: MIXES, {"aten.rand_like": RANDOM, "aten.bernoulli.p": RANDOM})
+
+
 @pytest.mark.parametrize("op", MIXING)
 def test_a_function_that_mixes_elements_is_not_elementwise(op):
     tx = fl.leafwise(MIXING[op], name="mine")
     params = {"w": torch.ones(4)}
-    message = (
-        f"mine: the leaf function <lambda> is elementwise by its declaration, but calls {op}, which combines elements "
-        "or moves them, and a rank or a block holds only some of them; use fl.reduce in it and declare it with "
-        "leafwise(..., reduces=True), or have it given whole leaves with elementwise=False"
-    )
+    message = f"mine: the leaf function <lambda> is elementwise by its declaration, but calls {op}, {WAY_OUT[op]}"
     state = tx.init(params)
     for _ in range(2):  # also when it was seen before
         refuses(ValueError, message, lambda: tx.update(params, state, params))
@@ -61,7 +70,10 @@ PLACEWISE = {
     "selections": lambda g, s, p, c: (torch.where(g > 0, torch.minimum(g, p), torch.zeros_like(g)).clamp(-1, 1), s),
     "bits": lambda g, s, p, c: ((g.view(torch.int32) & -65536).view(torch.float32), s),
     "copies": lambda g, s, p, c: (g.clone().mul_(2).double().float() + g.new_zeros(()), s),
-    "special functions": lambda g, s, p, c: (g.exp().log1p().tanh().erf() + torch.lerp(g, p, 0.5), s),
+    "special functions": lambda g, s, p, c: (
+        F.logsigmoid(g // 2) + g.exp().log1p().tanh().erf() + torch.lerp(g, p, 0.5),
+        s,
+    ),
     "constants": lambda g, s, p, c: (g * torch.tensor(2.0) + torch.full((), 1.0).expand_as(g), s),
     "numbers of c": lambda g, s, p, c: (g * float(c.lr) + c.lr.expand(g.shape), s),
     "other shapes": lambda g, s, p, c: ((g.flatten() * 2).view(g.shape).unsqueeze(0).squeeze(0), s),
@@ -154,6 +166,7 @@ FORBIDDEN = {
     "aten.linalg_vector_norm": lambda g, s, p, c: (g / torch.linalg.vector_norm(g), s),
     "aten.t": lambda g, s, p, c: (g + g.t(), s),
     "aten.mm": lambda g, s, p, c: (g @ g, s),
+    "aten.bernoulli.p": lambda g, s, p, c: (g * torch.bernoulli(g, 0.5), s),
     "aten.sum.dim_IntList": lambda g, s, p, c: (g - fl.reduce.sum(g, 0, True).sum(1, True), s),
 }
 
@@ -162,11 +175,7 @@ FORBIDDEN = {
 def test_a_statistic_of_a_part_is_refused(op):
     tx = fl.leafwise(FORBIDDEN[op], reduces=True, name="mine")
     params = {"layers": [torch.ones(3, 3)]}
-    message = (
-        f"mine.update: the leaf function <lambda> calls {op} at 'layers.0', which combines elements of this rank's "
-        "part alone, or moves them; declare it with leafwise(..., reduces=True) and use fl.reduce.sum, mean, norm or "
-        "max, or have it given whole leaves with elementwise=False"
-    )
+    message = f"mine.update: at 'layers.0', the leaf function <lambda> calls {op}, {WAY_OUT[op]}"
     for _ in range(2):
         refuses(ValueError, message, lambda: tx.update(params, tx.init(params), params))
         refuses(ValueError, message, lambda: fl.compile(tx)(params, tx.init(params), params))
@@ -178,7 +187,7 @@ def test_a_first_value_must_not_be_a_statistic_of_a_part(declared):
         lambda g, s, p, c: (g, s), state=Mean, init=lambda p: {"mu": p / p.norm()}, name="mine", **declared
     )
     with pytest.raises(
-        ValueError, match=r"^mine\.init: the leaf function <lambda> calls aten\.linalg_vector_norm at 'w'"
+        ValueError, match=r"^mine\.init: at 'w', the leaf function <lambda> calls aten\.linalg_vector_norm, which"
     ):
         tx.init({"w": torch.ones(2)})
 
