@@ -22,7 +22,7 @@ LARGE_CHUNK = 2**24  # elsewhere, so that it needs little memory
 def exact_sum(x: Tensor, dims: Sequence[int], spec: ShardSpec | None, squares: bool = False) -> Tensor:
     """The sum over some dimensions of a leaf, the same bits for every order and every mesh.
 
-    The error is below n**3 * 2**-105 of the largest magnitude, for n numbers, and then one rounding to float64.
+    The error is below n**3 * 2**-102 of the largest magnitude, for n numbers, and then one rounding to float64.
 
     Args:
         x: This rank's part, floating-point, at most 2**500 in magnitude.
