@@ -150,6 +150,7 @@ def write_again(local: Tensor, layout: Layout) -> QuantizedTensor:
     for ulps in (0, 1, -1, 2, -2):
         scale = (wanted + ulps).view(torch.float32)
         tried, tried_scales = codec.encode(torch.cat([blocks, scale], -1))  # one number more, which sets the scale
+        assert tried_scales is not None
         tried = tried[:, :-1]
         found = ~right & (codec.decode(tried, tried_scales) == blocks).all(-1, keepdim=True)
         codes = torch.where(found, tried if codec.packing == 1 else pack(tried), codes)
