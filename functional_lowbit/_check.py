@@ -97,6 +97,10 @@ def updates(speaker: str, paths: Sequence[str], leaves: Sequence[Any], like: Seq
             raise ValueError(
                 f"{speaker}: updates{_at(path)} has shape {tuple(u.shape)}, but its parameter has {tuple(p.shape)}"
             )
+        if isinstance(p, Tensor) and u.device != p.device:  # a native kernel would read addresses of another memory
+            raise ValueError(
+                f"{speaker}: updates{_at(path)} is on {u.device}, but its parameter is on {p.device}; move it there"
+            )
         if isinstance(p, Tensor) and hasattr(p, "device_mesh") != hasattr(u, "device_mesh"):
             kinds = ["DTensor" if hasattr(x, "device_mesh") else "plain tensor" for x in (u, p)]
             raise TypeError(f"{speaker}: updates{_at(path)} is a {kinds[0]}, but its parameter is a {kinds[1]}")
@@ -152,7 +156,7 @@ def moments(speaker: str, field: str, paths: Sequence[str], leaves: Sequence[Any
 
 
 def moment_shape(speaker: str, field: str, path: str, leaf: Any, value: Any) -> None:
-    """Refuse a moment that was made for a parameter of another shape or sharding, or for none."""
+    """Refuse a moment that was made for a parameter of another shape, sharding or device, or for none."""
     if not hasattr(value, "shape"):
         raise ValueError(
             f"{speaker}: state.{field}{_at(path)} must be a moment, got {type(value).__name__}; the state was made for "
@@ -167,6 +171,12 @@ def moment_shape(speaker: str, field: str, path: str, leaf: Any, value: Any) -> 
         raise TypeError(
             f"{speaker}: state.{field}{_at(path)} must be float32 for every dtype of parameters, got {value.dtype}; "
             "to store it in fewer bits, use fl.low_bit"
+        )
+    device = value.device if isinstance(value, Tensor) else value.codes.device
+    if device != leaf.device:
+        raise ValueError(
+            f"{speaker}: state.{field}{_at(path)} is on {device}, but its parameter is on {leaf.device}; make the "
+            "state with init(params) after the parameters are moved"
         )
     got, expected = (getattr(x, "placements", None) or "none (a plain tensor)" for x in (value, leaf))
     if got != expected:

@@ -132,6 +132,35 @@ def test_the_state_of_something_else(name):
         refuses(kind, speaker + message, lambda: tx.update(_params(), make_state(), params))
 
 
+@pytest.mark.parametrize("backend", ["native", "eager"])
+@pytest.mark.parametrize("what", ["grads", "state", "params"])
+@pytest.mark.parametrize(
+    ("make", "speaker", "field"),
+    [
+        (lambda: fl.adamw8bit(0.1), "scale_by_adam", "mu"),
+        (lambda: fl.sgd(0.1, 0.9), "trace", "trace"),
+        (lambda: fl.master_weights(fl.sgd(0.1)), "master_weights", "error"),
+    ],
+    ids=["adamw8bit", "sgd", "master_weights"],
+)
+def test_tensors_on_another_device(make, speaker, field, what, backend):
+    """As meta tensors are: a native kernel must not be given their addresses."""
+    tx, half = make(), fl.tree.cast(_params(), torch.bfloat16)
+    params = {"grads": half, "state": half, "params": fl.tree.map(lambda x: x.to("meta"), half)}[what]
+    grads = fl.tree.map(lambda x: x.to("meta" if what == "grads" else "cpu"), half)
+    state = tx.init(fl.tree.map(lambda x: x.to("meta"), half) if what == "state" else half)
+    if what == "state":
+        rest = (
+            f": state.{field}['b'] is on meta, but its parameter is on cpu; make the state with init(params) after the "
+        )
+        rest += "parameters are moved"
+    else:
+        places = ("meta", "cpu") if what == "grads" else ("cpu", "meta")
+        rest = f": updates['b'] is on {places[0]}, but its parameter is on {places[1]}; move it there"
+    refuses(ValueError, f"compile(tx){rest}", lambda: fl.compile(tx, backend=backend)(grads, state, params))
+    refuses(ValueError, f"{speaker}.update{rest}", lambda: tx.update(grads, state, params))
+
+
 MADE = "it was made for another transformation"
 CONTAINERS: list[tuple[Callable[[], fl.GradientTransformation], Any, str]] = [
     (

@@ -100,6 +100,11 @@ class MasterWeights(Part):
                 f"{speaker}: state.error[{path!r}] must be {words[0]} for a {p.dtype} parameter, got {words[1]}; the "
                 "state was made for other parameters or another number of bits"
             )
+        if isinstance(codes, Tensor) and codes.device != p.device:
+            raise ValueError(
+                f"{speaker}: state.error[{path!r}] is on {codes.device}, but its parameter is on {p.device}; make the "
+                "state with init(params) after the parameters are moved"
+            )
         if isinstance(codes, Tensor) and not local_of(codes).is_contiguous():
             raise ValueError(f"{speaker}: state.error[{path!r}] must be contiguous, as init makes it; copy it")
 

@@ -168,9 +168,9 @@ def rank() -> int:
 
 @cache
 def mesh(*shape: int) -> DeviceMesh:
-    """A mesh of all ranks: 1-D without arguments, else of this shape. HSDP's names in two dimensions."""
+    """A mesh of all ranks: 1-D without arguments, else of this shape. HSDP's names in the last two dimensions."""
     shape = shape or (dist.get_world_size(),)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "replicate", "shard")[-len(shape) :])
 
 
 def shard(full: Tensor, on: DeviceMesh | None = None, *placements: Any) -> DTensor:
