@@ -4,6 +4,7 @@ from functional_lowbit import (
     checkpoint as checkpoint,
     formats as formats,
     optim as optim,
+    reduce as reduce,
     rounding as rounding,
     schedules as schedules,
     sharding as sharding,
@@ -15,6 +16,7 @@ from functional_lowbit._base import (
     GradientTransformation as GradientTransformation,
     NonNegative as NonNegative,
     Signed as Signed,
+    Statistic as Statistic,
     StepState as StepState,
 )
 from functional_lowbit._checkpoint import load_state_dict as load_state_dict, state_dict as state_dict
@@ -38,9 +40,14 @@ from functional_lowbit.transforms._adam import (
     adamwfp8 as adamwfp8,
     scale_by_adam as scale_by_adam,
 )
+from functional_lowbit.transforms._centralize import centralize as centralize
 from functional_lowbit.transforms._chain import chain as chain, identity as identity, stateless as stateless
 from functional_lowbit.transforms._clip import clip as clip, clip_by_global_norm as clip_by_global_norm
 from functional_lowbit.transforms._decay import add_decayed_weights as add_decayed_weights
+from functional_lowbit.transforms._factored import (
+    FactoredState as FactoredState,
+    scale_by_factored_rms as scale_by_factored_rms,
+)
 from functional_lowbit.transforms._finite import (
     ApplyIfFiniteState as ApplyIfFiniteState,
     apply_if_finite as apply_if_finite,
@@ -57,9 +64,15 @@ from functional_lowbit.transforms._master import (
     master_params as master_params,
     master_weights as master_weights,
 )
+from functional_lowbit.transforms._orthogonalize import (
+    ScaleByMuonState as ScaleByMuonState,
+    orthogonalize as orthogonalize,
+    scale_by_muon as scale_by_muon,
+)
 from functional_lowbit.transforms._scale import (
     scale as scale,
     scale_by_learning_rate as scale_by_learning_rate,
     scale_by_schedule as scale_by_schedule,
 )
 from functional_lowbit.transforms._sgd import TraceState as TraceState, sgd as sgd, sgd8bit as sgd8bit, trace as trace
+from functional_lowbit.transforms._trust_ratio import scale_by_trust_ratio as scale_by_trust_ratio

@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from functional_lowbit import _tree
-from functional_lowbit._base import Tree, moments_of
+from functional_lowbit._base import Tree, moments_of, statistics_of
 from functional_lowbit._quantized import QuantizedTensor
 from functional_lowbit.sharding import local_of
+
+WHY = {"shared": "shared by all leaves", "statistic": "a statistic of its leaf"}
 
 
 class Row(NamedTuple):
@@ -99,11 +101,11 @@ def describe(state: Any, params: Tree = None) -> Report:
         6.13
     """
     rows: list[Row] = []
-    for path, leaf, threshold, is_moment in _leaves(state, "", None, False):
+    for path, leaf, threshold, kind in _leaves(state, "", None, "shared"):
         if isinstance(leaf, QuantizedTensor):
             rows.append(Row(path, leaf.format.name, leaf.shape, leaf.nbytes, _why_stored(leaf)))
         elif isinstance(leaf, Tensor):
-            why = _why_plain(leaf, threshold) if is_moment else "shared by all leaves"
+            why = _why_plain(leaf, threshold) if kind == "moment" else WHY[kind]
             dtype = str(leaf.dtype).removeprefix("torch.")
             rows.append(Row(path, dtype, tuple(leaf.shape), local_of(leaf).nbytes, why))
     if params is None:
@@ -127,21 +129,19 @@ def _why_plain(leaf: Tensor, threshold: int | None) -> str:
     return "rows too short to gain by it"
 
 
-def _leaves(
-    node: Any, path: str, threshold: int | None, is_moment: bool
-) -> Iterator[tuple[str, Any, int | None, bool]]:
-    """(path, leaf, threshold of the leaf's moment field, whether it belongs to a moment)."""
+def _leaves(node: Any, path: str, threshold: int | None, kind: str) -> Iterator[tuple[str, Any, int | None, str]]:
+    """(path, leaf, threshold of the leaf's moment field, "moment", "statistic" or "shared")."""
     level = None if isinstance(node, QuantizedTensor) else _tree.children(node)
     if level is None:
-        yield path, node, threshold, is_moment
+        yield path, node, threshold, kind
         return
-    declared = moments_of(type(node))
+    declared, statistics = moments_of(type(node)), statistics_of(type(node))
     for kid, name in zip(level[0], level[1], strict=True):
         inside = f"{path}.{name}" if path else name
         if name in declared:
             found = [
-                x.layout.threshold for _, x, _, _ in _leaves(kid, "", None, True) if isinstance(x, QuantizedTensor)
+                x.layout.threshold for _, x, _, _ in _leaves(kid, "", None, "moment") if isinstance(x, QuantizedTensor)
             ]
-            yield from _leaves(kid, inside, next((t for t in found if t is not None), None), True)
+            yield from _leaves(kid, inside, next((t for t in found if t is not None), None), "moment")
         else:
-            yield from _leaves(kid, inside, threshold, is_moment)
+            yield from _leaves(kid, inside, threshold, "statistic" if name in statistics else kind)

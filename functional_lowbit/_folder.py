@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 METADATA = ".metadata"  # written last, by torch
 

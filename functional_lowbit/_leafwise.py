@@ -9,9 +9,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from functional_lowbit import _check, _tree
-from functional_lowbit._base import EmptyState, GradientTransformation, Hyper, Moment, StepState, Tree, moments_of
+from functional_lowbit import _check, _current, _statistics, _tree
+from functional_lowbit._base import (
+    EmptyState,
+    GradientTransformation,
+    Hyper,
+    Moment,
+    Over,
+    Statistic,
+    StepState,
+    Tree,
+    moments_of,
+    statistics_of,
+)
+from functional_lowbit._guard import Guard, can_watch, check_elementwise, name_of, watched
 from functional_lowbit._parts import Part, Rest
+from functional_lowbit._task import Task
+from functional_lowbit._whole import run_whole
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
 
 
@@ -30,23 +44,36 @@ class Leafwise(Part):
     update_leaf: Callable[..., tuple[Tensor, Any]]
     state_class: Any
     moments: Mapping[str, Moment]
+    statistics: Mapping[str, Statistic]
     hyperparams: Mapping[str, Hyper]
     scalars: Callable[..., Mapping[str, Tensor]] | None
     prepare: Callable[..., Mapping[str, Tensor]] | None
     init_leaf: Callable[[Tensor], Mapping[str, Tensor]] | None
     init_shared: Mapping[str, float | Tensor]
     elementwise: bool
+    reduces: bool
     needs_params: bool
     _float64: dict[str, Tensor] = field(default_factory=dict)
     _float32: dict[str, Tensor] = field(default_factory=dict)
+    _watched: set[tuple[int, ...]] = field(default_factory=set)  # shapes for which the function was watched
+
+    @property
+    def leaf_fields(self) -> list[str]:
+        """Fields of the state that hold something for each leaf: moments, then statistics."""
+        return [*self.moments, *self.statistics]
 
     @property
     def shared_fields(self) -> list[str]:
         """Fields of the state that are one value for the whole tree."""
-        return [name for name in self.state_class._fields if name not in self.moments]
+        return [name for name in self.state_class._fields if name not in self.leaf_fields]
+
+    def check_declaration(self) -> None:
+        """Refuse a function that is declared elementwise and is not. It is tried once."""
+        if self.elementwise:
+            check_elementwise(self.name, self.update_leaf, self.state_class, tuple(self.moments))
 
     def init(self, params: Tree) -> Any:
-        """A new state, moments in float32."""
+        """A new state, moments and statistics in float32."""
         return self.init_state(params, rest_in_float32)
 
     def init_state(self, params: Tree, rest: Rest) -> Any:
@@ -58,7 +85,13 @@ class Leafwise(Part):
         for name, moment in self.moments.items():
             kept = []
             for path, param in zip(paths, leaves, strict=True):
-                kept.append(rest(name, moment, path, param, self._first_moment(name, param)))
+                kept.append(rest(name, moment, path, param, self._first_value(name, path, param)))
+            fields[name] = _tree.unflatten(treedef, kept)
+        for name, statistic in self.statistics.items():
+            kept = []
+            for path, param in zip(paths, leaves, strict=True):
+                value = self._first_value(name, path, param)
+                kept.append(_statistics.first(f"{self.name}.init", name, path, statistic, param, value))
             fields[name] = _tree.unflatten(treedef, kept)
         return self.state_class(**fields)
 
@@ -67,14 +100,31 @@ class Leafwise(Part):
             return torch.zeros((), dtype=torch.int64)
         return torch.as_tensor(self.init_shared.get(name, 0.0), dtype=torch.float32).clone()
 
-    def _first_moment(self, name: str, param: Tensor) -> Callable[[], Tensor] | None:
+    def _first_value(self, name: str, path: str, param: Tensor) -> Callable[[], Tensor] | None:
+        """This rank's part of the first value of a leaf's field; None for zeros."""
         if self.init_leaf is None:
             return None
-        first = self.init_leaf(param if not self.elementwise else local_of(param))
-        unknown = next((field for field in first if field not in self.moments), None)
+        spec, part = ShardSpec.of(param), local_of(param)
+        whole = spec is not None and not self.elementwise and not self.reduces
+        if whole:
+            part = local_of(param.full_tensor())  # type: ignore[attr-defined]
+        guard = Guard() if can_watch() and (self.elementwise or self.reduces) else None
+        leaf = _current.Leaf(path, tuple(part.shape), spec, guard) if self.reduces else None
+        with _current.inside(leaf), watched(guard, f"{self.name}.init", self.init_leaf, path):
+            first = self.init_leaf(part)
+        unknown = next((field for field in first if field not in self.leaf_fields), None)
         if unknown is not None:
             raise ValueError(f"{self.name}.init: init returned {unknown!r}, which is no moment of the state")
-        return (lambda: first[name]) if name in first else None
+        if name not in first:
+            return None
+        value = first[name]
+        if whole:
+            assert spec is not None
+            if name in self.statistics:
+                spec = _statistics.spec_of(self.statistics[name], param)[1]
+                assert spec is not None
+            value = value[tuple(map(_slice, spec.local_offset(), spec.local_shape()))]
+        return lambda: value
 
     def hyper(self, state: Any) -> Any:
         """The hyperparameters at this step: a namedtuple of float64[].
@@ -97,7 +147,7 @@ class Leafwise(Part):
         """Compute, once for the whole tree, what the leaf function is given and how the shared state goes on."""
         derived: dict[str, Tensor] = {}
         if self.scalars is not None:
-            derived.update(self.scalars(state._replace(**dict.fromkeys(self.moments)), h))
+            derived.update(self.scalars(state._replace(**dict.fromkeys(self.leaf_fields)), h))
         if self.prepare is not None:
             derived.update(self.prepare(updates, state, params, h))
         derived = {name: torch.as_tensor(value, dtype=_dtype(value)) for name, value in derived.items()}
@@ -114,18 +164,21 @@ class Leafwise(Part):
                 scalars.setdefault(name, value.float())
         return Shared(scalars, new_state)
 
-    def leaf(self, g: Tensor, moments: Mapping[str, Tensor], p: Tensor | None, scalars: Mapping[str, Tensor]) -> Any:
-        """Call the leaf function: (update, new moments)."""
+    def leaf(self, g: Tensor, fields: Mapping[str, Tensor], p: Tensor | None, scalars: Mapping[str, Tensor]) -> Any:
+        """Call the leaf function: (update, new moments and statistics)."""
         blank = dict.fromkeys(self.state_class._fields)
         c = record(tuple(scalars))(*scalars.values())
-        update, new = self.update_leaf(g, self.state_class(**{**blank, **moments}), p, c)
-        new_moments = {name: getattr(new, name) for name in self.moments}
-        check_leaf(self.update_leaf, g, update, new_moments)
-        return update, new_moments
+        update, new = self.update_leaf(g, self.state_class(**{**blank, **fields}), p, c)
+        news = {name: getattr(new, name) for name in self.leaf_fields}
+        check_leaf(self.update_leaf, g, update, {name: news[name] for name in self.moments})
+        for name in self.statistics:
+            check_leaf(self.update_leaf, fields[name], fields[name], {name: news[name]}, f"the statistic {name!r}")
+        return update, news
 
     def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         """The pure update, leaf by leaf."""
         speaker = f"{self.name}.update"
+        self.check_declaration()
         _check.state_class(speaker, state, self.state_class)
         # Without params, moments say where the leaves are: a gradient may be None.
         reference = next((getattr(state, name) for name in self.moments), updates) if params is None else params
@@ -138,50 +191,92 @@ class Leafwise(Part):
             updates = _tree.unflatten(treedef, us)
         if params is None and self.needs_params:
             raise ValueError(f"{speaker}: params are needed; call update(updates, state, params)")
-        moments = {
+        kept = {
             name: _check.same_structure(speaker, f"state.{name}", treedef, getattr(state, name))
-            for name in self.moments
+            for name in self.leaf_fields
         }
-        for name, values in moments.items():
-            _check.moments(speaker, name, paths, leaves, values)
+        for name in self.moments:
+            _check.moments(speaker, name, paths, leaves, kept[name])
+        for name, statistic in self.statistics.items():
+            for path, leaf, value in zip(paths, leaves, kept[name], strict=True):
+                _statistics.check(speaker, name, path, statistic, leaf, value)
         shared = self.share(updates, state, params, self.hyper(state))
+        tasks = [
+            Task(path, u, {name: kept[name][i] for name in kept}, None if params is None else leaf)
+            for i, (path, u, leaf) in enumerate(zip(paths, us, leaves, strict=True))
+            if u is not None
+        ]
+        done = iter(self._update_leaves(speaker, tasks, shared.scalars))
         new_us: list[Any] = []
-        new_moments: dict[str, list[Any]] = {name: [] for name in moments}
-        for i, (u, leaf) in enumerate(zip(us, leaves, strict=True)):
-            old = {name: moments[name][i] for name in moments}
-            if u is None:
-                new_us.append(None)
-                new = old
-            else:
-                new_u, new = self._update_one(u, old, None if params is None else leaf, shared.scalars)
-                new_us.append(new_u)
-            for name in new_moments:
-                new_moments[name].append(new[name])
+        news: dict[str, list[Any]] = {name: [] for name in kept}
+        for i, u in enumerate(us):
+            new_u, new = (None, {name: kept[name][i] for name in kept}) if u is None else next(done)
+            new_us.append(new_u)
+            for name in news:
+                news[name].append(new[name])
         new_state = state._replace(
-            **shared.state, **{name: _tree.unflatten(treedef, new) for name, new in new_moments.items()}
+            **shared.state, **{name: _tree.unflatten(treedef, new) for name, new in news.items()}
         )
         return _tree.unflatten(treedef, new_us), new_state
 
-    def _update_one(self, u: Tensor, moments: dict[str, Any], p: Tensor | None, scalars: Mapping[str, Tensor]) -> Any:
-        """One leaf. An elementwise rule works on local shards; any other on the whole (DTensors reduce globally)."""
-        spec = ShardSpec.of(u)
-        if not self.elementwise or spec is None:
-            p32 = None if p is None else (p.detach() if _is_param(p) else p).float()
-            new_u, new = self.leaf(u.float(), moments, p32, scalars)
-            return new_u.to(u.dtype), new
-        p32 = None if p is None else local_of(p).float()
-        local, new = self.leaf(local_of(u).float(), {k: local_of(m) for k, m in moments.items()}, p32, scalars)
-        return wrap(local.to(u.dtype), spec), {k: wrap(m, spec) for k, m in new.items()}
+    def _update_leaves(self, speaker: str, tasks: list[Task], scalars: Mapping[str, Tensor]) -> list[Any]:
+        """(new update, new fields) of each leaf. A rule that needs whole leaves is given them."""
+        if self.elementwise or self.reduces:
+            return [self._update_part(speaker, task, scalars) for task in tasks]
+        sharded = [task for task in tasks if task.spec is not None]
+        parts = iter(self._update_wholes(speaker, sharded, scalars))
+        return [self._update_part(speaker, t, scalars) if t.spec is None else t.wrapped(*next(parts)) for t in tasks]
+
+    @torch.no_grad()
+    def _update_wholes(self, speaker: str, tasks: list[Task], scalars: Mapping[str, Tensor]) -> list[Any]:
+        """This rank's parts of (new update, new fields) of sharded leaves that are worked on as a whole."""
+
+        def compute(task: Task, wholes: list[Tensor]) -> list[Tensor]:
+            p = wholes.pop() if task.param is not None else None
+            update, new = self.leaf(wholes[0], dict(zip(task.fields, wholes[1:], strict=True)), p, scalars)
+            return [update, *new.values()]
+
+        results = run_whole(speaker, tasks, compute)
+        return [(update, dict(zip(self.leaf_fields, new, strict=True))) for update, *new in results]
+
+    def _update_part(self, speaker: str, task: Task, scalars: Mapping[str, Tensor]) -> Any:
+        """One leaf, or what this rank holds of it. A plain tensor keeps its autograd history, for meta-gradients."""
+        g, *fields = task.parts()
+        p = fields.pop() if task.param is not None else None
+        if not self.elementwise and not self.reduces:
+            # As whole sharded leaves are, so that what an operation makes of strides is the same.
+            g, p, fields = g.contiguous(), None if p is None else p.contiguous(), [x.contiguous() for x in fields]
+        named = dict(zip(task.fields, fields, strict=True))
+        if not self.reduces:
+            return task.wrapped(*self.leaf(g, named, p, scalars))
+        shape = tuple(g.shape)
+        # Watched once for each shape: a function may do other things for other shapes, but hardly at other times.
+        guard = Guard() if shape not in self._watched and can_watch() else None
+        with (
+            _current.inside(_current.Leaf(task.path, shape, task.spec, guard)),
+            watched(guard, speaker, self.update_leaf, task.path),
+        ):
+            update, new = self.leaf(g, named, p, scalars)
+        if guard is not None:
+            self._watched.add(shape)
+        return task.wrapped(update, new)
 
 
-def check_leaf(function: Callable[..., Any], g: Tensor, update: Any, moments: Mapping[str, Any]) -> None:
-    """Refuse what a leaf function returned if it is not shaped like its leaf."""
+def check_leaf(
+    function: Callable[..., Any],
+    like: Tensor,
+    update: Any,
+    moments: Mapping[str, Any],
+    whose: str = "g",
+) -> None:
+    """Refuse what a leaf function returned if it is not shaped like its leaf, or like what it was given."""
     for what, x in [("update", update), *moments.items()]:
-        if not isinstance(x, Tensor) or x.shape != g.shape or x.dtype != torch.float32:
+        if not isinstance(x, Tensor) or x.shape != like.shape or x.dtype != torch.float32:
             got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            speaker = getattr(function, "__name__", "the leaf function")
+            speaker = name_of(function)
             raise ValueError(
-                f"leafwise: {speaker} must return float32 tensors of g's shape {tuple(g.shape)}, got for {what}: {got}"
+                f"leafwise: {speaker} must return float32 tensors of {whose}'s shape {tuple(like.shape)}, got for "
+                f"{what}: {got}"
             )
 
 
@@ -213,6 +308,10 @@ def rest_in_float32(field: str, moment: Moment, path: str, param: Tensor, value:
         if hasattr(first, "device_mesh"):
             return first
     return wrap(first, ShardSpec.of(param))
+
+
+def _slice(offset: int, length: int) -> slice:
+    return slice(offset, offset + length)
 
 
 def _is_param(x: Tensor) -> bool:
@@ -268,6 +367,8 @@ def leafwise(
     init: Callable[[Tensor], Mapping[str, Tensor]] | None = None,
     init_shared: Mapping[str, float | Tensor] | None = None,
     elementwise: bool = True,
+    reduces: bool = False,
+    over: Mapping[str, Over] | None = None,
     needs_params: bool = False,
     name: str | None = None,
 ) -> GradientTransformation:
@@ -281,9 +382,11 @@ def leafwise(
             caller passed no params), both float32. `s` is an instance of `state` that holds this leaf's moments,
             float32 of g's shape; return it with new moments: `s._replace(mu=mu)`. `c` holds the hyperparameters, and
             what `scalars` and `prepare` return, as float32[] attributes. An elementwise function may be given a leaf in
-            another shape (blocks, or several leaves in one), so it must not look at shapes.
-        state: A NamedTuple class. A field annotated `Signed` or `NonNegative` is a moment, a tree like params. Any
-            other field is one 0-d tensor for the whole tree; the field `step` (int64) counts the updates by itself.
+            another shape (blocks, or several leaves in one), so it must not look at shapes. One that combines elements
+            is refused, unless it is declared with `reduces` or `elementwise=False`.
+        state: A NamedTuple class. A field annotated `Signed` or `NonNegative` is a moment, a tree like params; one
+            annotated with a `Statistic` holds what is left of each leaf when some dimensions are reduced. Any other
+            field is one 0-d tensor for the whole tree; the field `step` (int64) counts the updates by itself.
         hyperparams: Name to value: a float, a 0-d tensor that is read anew at each step, or a schedule. A schedule
             needs a `step` field; without a state class, one is added.
         scalars: `scalars(s, h) -> {name: 0-d tensor}`, once per step: what follows from the step and the
@@ -291,16 +394,24 @@ def leafwise(
             fields of the state (its moments are None).
         prepare: `prepare(updates, s, params, h) -> {name: 0-d tensor}`, once per step: what needs the whole tree, for
             instance a global norm. A name that is a shared field of the state replaces that field (also in `scalars`).
-        init: `init(p) -> {field: first value}` for moments that do not begin at 0.
+        init: `init(p) -> {field: first value}` for moments and statistics that do not begin at 0. `p` is what `update`
+            would be given: a part of the parameter, or all of it.
         init_shared: First values of shared fields other than `step`; 0 by default, float32.
-        elementwise: Whether each element's update depends on that element alone. If not, the function is given whole
-            leaves (DTensors as DTensors), and is not fused with its neighbours.
+        elementwise: Whether each element's update depends on that element alone. The function is fused with its
+            neighbours. If False, it is given whole leaves, plain and contiguous, and may do anything: a sharded leaf is
+            gathered on one rank, which works on it, and its parts are handed back. The work is spread over the ranks.
+        reduces: Whether each element's update depends on that element and on sums, means, norms or maxima of its leaf
+            or of some dimensions of it. The function is given this rank's part of each leaf in its own shape, and takes
+            them with `fl.reduce`, which knows of the other parts. It is not fused.
+        over: Name of a statistic to the dimensions that it is reduced over, in place of what the state class says: for
+            a rule that decides by shape.
         needs_params: Whether `p` may not be None.
         name: Who speaks in errors; by default the function's name.
 
     Raises:
         TypeError: if `state` is no NamedTuple class, or a hyperparameter is no number, tensor or schedule.
-        ValueError: for a non-finite hyperparameter, or a schedule without a `step` field.
+        ValueError: for a non-finite hyperparameter, a schedule without a `step` field, or a statistic in an elementwise
+            rule; at `update` or `compile`, for a function that is not what it is declared to be.
 
     Example:
         >>> import torch, functional_lowbit as fl
@@ -327,8 +438,24 @@ def leafwise(
             f"leafwise: {speaker} has a schedule for {scheduled[0]}, so its state class {state.__name__} needs a field "
             "`step: Tensor`"
         )
+    if reduces and not elementwise:
+        raise ValueError(
+            f"leafwise: {speaker} is declared with reduces=True and elementwise=False; the first is given parts of "
+            "leaves and uses fl.reduce, the second whole leaves, so choose one"
+        )
     moments = moments_of(state)
-    unknown = next((f for f in init_shared or () if f not in fields or f in moments or f == "step"), None)
+    statistics = statistics_of(state)
+    if statistics and elementwise and not reduces:
+        raise ValueError(
+            f"leafwise: {speaker} has the statistic {next(iter(statistics))!r}, which an elementwise function cannot "
+            "be given; declare it with reduces=True or elementwise=False"
+        )
+    unknown = next((f for f in over or () if f not in statistics), None)
+    if unknown is not None:
+        raise ValueError(f"leafwise: over names {unknown!r}, which is no statistic of {state.__name__}")
+    statistics = {f: Statistic(over[f]) if over and f in over else s for f, s in statistics.items()}
+    per_leaf = {*moments, *statistics, "step"}
+    unknown = next((f for f in init_shared or () if f not in fields or f in per_leaf), None)
     if unknown is not None:
         raise ValueError(f"leafwise: init_shared names {unknown!r}, which is no shared field of {state.__name__}")
     part = Leafwise(
@@ -336,12 +463,14 @@ def leafwise(
         update_leaf=update,
         state_class=state,
         moments=moments,
+        statistics=statistics,
         hyperparams=hyperparams,
         scalars=scalars,
         prepare=prepare,
         init_leaf=init,
         init_shared=dict(init_shared or {}),
-        elementwise=elementwise,
+        elementwise=elementwise and not reduces,
+        reduces=reduces,
         needs_params=needs_params,
     )
     return GradientTransformation(part.init, part)

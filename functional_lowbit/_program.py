@@ -2,7 +2,7 @@
 
 The tree of parts is flattened into operations. A `LeafOp` is one elementwise leaf function; neighbours are fused. A
 `GateOp` decides whether the operations behind it take effect. An `OpaqueOp` is anything whose inside is not known, or
-that needs whole leaves; it runs by itself.
+that reduces or needs whole leaves; it runs by itself.
 """
 
 from collections.abc import Iterator
@@ -90,6 +90,8 @@ def lower(update: Any) -> Program:
 
 
 def _lower(update: Any, gates: tuple[int, ...], counter: list[int]) -> Program:
+    if isinstance(update, Leafwise):
+        update.check_declaration()
     if isinstance(update, Leafwise) and update.elementwise:
         return Program(update, LeafOp(update, gates))
     if not isinstance(update, Composite):

@@ -1,6 +1,7 @@
 """How one leaf of a state is read from what was saved of it: in which parts, and what is made of them."""
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -69,8 +70,12 @@ def _reading(speaker: str, path: str, own: Any, saved: Mapping[str, Any], conver
         if saved["stored"] == "values":
             return _from_values(own.layout, _schema.VALUES)
         alike = saved["format"] == mine["format"] and saved["block_size"] == mine["block_size"]
-        # Version 1 kept the codes of cut leaves too; they fit on the mesh that they were cut by.
-        if alike and (not own.layout.cut or saved["stored"] == "codes of version 1"):
+        if saved["stored"] == _schema.OLD_CODES:
+            # Version 1 kept the codes of cut leaves too; they fit on the mesh that they were cut by.
+            as_it_is = len(own.shape) < 3 or not own.format.scaled
+        else:
+            as_it_is = not own.layout.cut
+        if alike and as_it_is:
             return _as_it_is(own)
         return _from_codes(own, _saved_layout(speaker, path, own.layout.spec, saved, own.layout.format))
     if saved["stored"] == "values":
@@ -100,10 +105,17 @@ def _from_codes(own: Any, layout: Layout) -> Reading:
     spec = own.layout.spec if isinstance(own, QuantizedTensor) else ShardSpec.of(own)
 
     def build(parts: Mapping[str, Any]) -> Any:
-        values: Any = numbers(QuantizedTensor(parts[".codes"], parts.get(".scales"), layout))
-        if spec is not None and tuple(values.placements) != spec.placements:
-            values = values.redistribute(spec.mesh, spec.placements)  # from Replicate: nothing is sent
-        return write_again(local_of(values), own.layout) if isinstance(own, QuantizedTensor) else values
+        local = local_of(QuantizedTensor(parts[".codes"], parts.get(".scales"), layout).dequantize())
+        if spec is None:
+            local = local.reshape(own.shape)
+        else:
+            assert layout.spec is not None
+            if layout.spec.placements != spec.placements:  # it was read whole
+                places = zip(spec.local_offset(), spec.local_shape(), strict=True)
+                local = local.reshape(spec.shape)[tuple(slice(first, first + n) for first, n in places)]
+            local = local.reshape(spec.local_shape())
+        local = local.contiguous()
+        return write_again(local, own.layout) if isinstance(own, QuantizedTensor) else wrap(local, spec)
 
     return Reading(likes, build)
 
@@ -119,8 +131,14 @@ def _saved_layout(
         format = formats.get(name)
     else:
         raise ValueError(f"{speaker}: leaf {path!r} was saved with the format {name!r}, which formats.names() lacks")
-    layout = Layout(format, saved["signed"], tuple(saved["shape"]), saved["block_size"], spec)
-    if spec is None or not layout.cut:
+    shape = tuple(saved["shape"])
+    if saved["stored"] == _schema.OLD_CODES and format.scaled and len(shape) > 2:
+        shape = (shape[0], prod(shape[1:]))  # version 1 took all dimensions but the first as one
+    by_rows = spec is None or all(spec.placements[i].dim == 0 for i in spec.sharded_mesh_dims)
+    if spec is not None and shape != spec.shape:
+        spec = spec.like(shape)
+    layout = Layout(format, saved["signed"], shape, saved["block_size"], spec)
+    if spec is None or (not layout.cut and (by_rows or shape == tuple(saved["shape"]))):
         return layout
     return layout._replace(spec=ShardSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, spec.shape, spec.stride))
 
@@ -150,6 +168,7 @@ def write_again(local: Tensor, layout: Layout) -> QuantizedTensor:
     for ulps in (0, 1, -1, 2, -2):
         scale = (wanted + ulps).view(torch.float32)
         tried, tried_scales = codec.encode(torch.cat([blocks, scale], -1))  # one number more, which sets the scale
+        assert tried_scales is not None
         tried = tried[:, :-1]
         found = ~right & (codec.decode(tried, tried_scales) == blocks).all(-1, keepdim=True)
         codes = torch.where(found, tried if codec.packing == 1 else pack(tried), codes)

@@ -13,6 +13,7 @@ SCHEMA = "schema"  # the one entry of a saved state that belongs to no leaf
 VERSION = 2
 OLDEST = 1  # which is still read
 NUMBERS = {"bool": bool, "int": int, "float": float, "str": str}
+OLD_CODES = "codes of version 1"  # whose leaves were cut into blocks by other rules
 VALUES = ".values"  # the part of a leaf whose blocks the mesh cuts: float32 numbers instead of codes
 
 
@@ -103,7 +104,7 @@ def _from_version_1(leaf: Any) -> Any:
     parts = {".codes": _name(format.codec(leaf.get("signed", True)).dtype)}
     return {
         **leaf,
-        "stored": "codes of version 1",
+        "stored": OLD_CODES,
         "parts": {**parts, ".scales": "float32"} if format.scaled else parts,
     }
 

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import save as save_on_ranks
 
 from functional_lowbit import _checkpoint, _folder, _ranks, _schema, sharding
 from functional_lowbit._safetensors import load_safetensors as load_safetensors, save_safetensors as save_safetensors
@@ -168,10 +171,10 @@ def _write(speaker: str, target: Path, flat: dict[str, Any], group: Any) -> None
     writer = _Writer(_folder.partial(target))
     try:
         if _ranks.here():
-            dcp.save(flat, storage_writer=writer, process_group=group)
+            save_on_ranks(flat, storage_writer=writer, process_group=group)
         else:
             _write_alone(flat, writer)
-    except dcp.CheckpointException as failed:  # on all ranks
+    except CheckpointException as failed:  # on all ranks
         if _ranks.first():
             _folder.discard(target)
         rank, (error, _) = next(iter(failed.failures.items()))
@@ -185,7 +188,7 @@ def _write(speaker: str, target: Path, flat: dict[str, Any], group: Any) -> None
     _ranks.together(speaker, lambda: _folder.put_in_place(speaker, target) if _ranks.first() else None, group)
 
 
-class _Writer(dcp.FileSystemWriter):
+class _Writer(FileSystemWriter):
     """Tells of a full disk, which torch hides behind an error of its own about positions in a file."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
@@ -207,7 +210,7 @@ def _cannot_write(speaker: str, target: Path, error: BaseException, where: str) 
 
 def _write_alone(flat: dict[str, Any], writer: _Writer) -> None:
     """The steps of dcp.save for one process, which it takes with a warning that there are no ranks."""
-    planner = dcp.DefaultSavePlanner()
+    planner = DefaultSavePlanner()
     planner.set_up_planner(flat, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)
     plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
@@ -217,7 +220,7 @@ def _write_alone(flat: dict[str, Any], writer: _Writer) -> None:
 
 def _read(speaker: str, folder: Path, metadata: Any, wanted: dict[str, Any]) -> dict[str, Any]:
     """Fill `wanted`. A rank reads what it needs by itself, so that none waits for another that cannot read."""
-    reader, planner = dcp.FileSystemReader(folder), dcp.DefaultLoadPlanner(allow_partial_load=False)
+    reader, planner = FileSystemReader(folder), DefaultLoadPlanner(allow_partial_load=False)
     try:
         planner.set_up_planner(wanted, metadata, is_coordinator=True)
         reader.set_up_storage_reader(metadata, True)
@@ -248,6 +251,8 @@ def _empty(like: Any, device: torch.device | None) -> Any:
 def _copied(flat: Mapping[str, Any]) -> dict[str, Any]:
     stager = DefaultStager(StagingOptions(False, False, False, False))
     try:
-        return stager.stage(dict(flat))
+        staged = stager.stage(dict(flat))
+        assert isinstance(staged, dict)  # and no future, as the options say
+        return staged
     finally:
         stager.close()

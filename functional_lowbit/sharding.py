@@ -52,8 +52,8 @@ class ShardSpec:
             speaker: Who speaks in the error, and of which leaf.
 
         Raises:
-            ValueError: for a placement other than `Shard` and `Replicate`, and for strided shards that are not one
-                piece of the tensor.
+            ValueError: for a placement other than `Shard` and `Replicate`, for strided shards that are not one piece of
+                the tensor, and on a rank that is not in the mesh.
         """
         if not isinstance(x, DTensor):
             return None
@@ -64,6 +64,10 @@ class ShardSpec:
                     "redistribute the tensor first"
                 )
         spec = cls(x.device_mesh, tuple(x.placements), tuple(x.shape), tuple(x.stride()))
+        if spec.mesh.get_coordinate() is None:
+            raise ValueError(
+                f"{speaker}: this rank is not in the tensor's mesh, {spec.mesh}; leave the tensor out of the tree here"
+            )
         if not _in_one_piece(spec.shape, tuple(spec.mesh.shape), spec.placements):
             raise ValueError(
                 f"{speaker}: each rank must hold one piece of the tensor, but {spec.placements} of shape {spec.shape} "

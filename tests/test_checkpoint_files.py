@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -316,6 +317,14 @@ def test_killed_between_the_two_renames(tmp_path: Path) -> None:
     fl.checkpoint.save(path, old)
     (tmp_path / "a.partial").mkdir(exist_ok=True)
     path.rename(_folder.previous(path))
+    assert same(fl.checkpoint.load(path, _tree(steps=0)), old)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"\[Errno 27\] File too large; what was saved there before is untouched"):
+            fl.checkpoint.save(path, new)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert same(fl.checkpoint.load(path, _tree(steps=0)), old)
     fl.checkpoint.save(path, new)
     assert same(fl.checkpoint.load(path, _tree(steps=0)), new)

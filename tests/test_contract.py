@@ -52,6 +52,14 @@ TABLE: dict[str, Callable[[], fl.GradientTransformation]] = {
     "scale_by_lion": fl.scale_by_lion,
     "lion": lambda: fl.lion(0.01, weight_decay=0.1),
     "lion8bit": lambda: fl.lion8bit(0.01, weight_decay=0.1),
+    "centralize": fl.centralize,
+    "scale_by_trust_ratio": fl.scale_by_trust_ratio,
+    "scale_by_factored_rms": fl.scale_by_factored_rms,
+    "orthogonalize": fl.orthogonalize,
+    "scale_by_muon": fl.scale_by_muon,
+    "chain with a trust ratio": lambda: fl.chain(
+        fl.low_bit(fl.scale_by_adam()), fl.scale_by_trust_ratio(), fl.scale(-0.01)
+    ),
     "apply_if_finite": lambda: fl.apply_if_finite(fl.adamw(0.01)),
     "master_weights": lambda: fl.master_weights(fl.adamw8bit(0.01)),  # see test_master.py for bfloat16
     "chain": lambda: fl.chain(fl.clip_by_global_norm(0.5), fl.adamw8bit(0.01)),

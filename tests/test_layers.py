@@ -25,22 +25,26 @@ FLOORS = {
         "_folder",
     },
     1: {"_tree", "_grid", "formats._format", "_cpp_source", "_cpp_norm"},
-    2: {"_interrupted", "sharding"} | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
-    3: {"_check", "formats", "_index", "_norm", "_parts"},
-    4: {"_quantized", "_leafwise", "schedules", "tree"},
-    5: {"_low_bit", "_recipe", "_apply", "_noise", "_program", "_kernel", "_staging", "_schema", "_describe"},
-    6: {"_native", "_reading", "transforms._chain", "transforms._clip", "transforms._masked", "transforms._scale"},
-    7: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"},
-    8: {"_run", "_donate", "_safetensors", "transforms._adam", "transforms._lion"},
-    9: {"_compile", "checkpoint", "optim._entries", "optim._hyper"},
-    10: {"optim._groups", "optim._param_tree"},
-    11: {"optim._optimizer"},
-    12: {"optim"},
-    13: {"", "transforms"},  # what users import
+    2: {"_guard", "_interrupted", "sharding"}
+    | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
+    3: {"_check", "formats", "_collectives", "_current", "_index", "_norm", "_parts", "_task"},
+    4: {"_quantized", "_exact_sum", "_statistics", "_whole", "schedules", "tree"},
+    5: {"_leafwise", "reduce"},
+    6: {"_low_bit", "_recipe", "_apply", "_noise", "_program", "_kernel", "_staging", "_schema", "_describe"},
+    7: {"_native", "_reading", "transforms._chain", "transforms._clip", "transforms._masked", "transforms._scale"}
+    | {"transforms._centralize", "transforms._factored", "transforms._trust_ratio"},
+    8: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
+    | {"transforms._orthogonalize"},
+    9: {"_run", "_donate", "_safetensors", "transforms._adam", "transforms._lion"},
+    10: {"_compile", "checkpoint", "optim._entries", "optim._hyper"},
+    11: {"optim._groups", "optim._param_tree"},
+    12: {"optim._optimizer"},
+    13: {"optim"},
+    14: {"", "transforms"},  # what users import
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 DOORS = {  # who may use what
-    "torch.distributed": {"sharding", "_reading", "_ranks", "_folder", "_safetensors", "checkpoint"},
+    "torch.distributed": {"sharding", "_collectives", "_reading", "_ranks", "_folder", "_safetensors", "checkpoint"},
     "safetensors": {"_safetensors"},
     "optree": {"_tree"},
     "torch._dynamo": {"_backends"},
@@ -146,7 +150,7 @@ def test_a_dtensor_is_rebuilt_from_its_global_shape_and_stride(name):
 
 def _public() -> dict[str, object]:
     found: dict[str, object] = {}
-    for space in (fl, fl.checkpoint, fl.formats, fl.optim, fl.rounding, fl.schedules, fl.sharding, fl.tree):
+    for space in (fl, fl.checkpoint, fl.formats, fl.optim, fl.reduce, fl.rounding, fl.schedules, fl.sharding, fl.tree):
         for name, value in vars(space).items():
             ours = str(getattr(value, "__module__", "")).startswith("functional_lowbit")
             if not name.startswith("_") and ours and (inspect.isclass(value) or inspect.isfunction(value)):

@@ -15,6 +15,7 @@ from helpers import clone, random_like, refuses, run_pure, run_step, same
 from torch import Tensor
 
 import functional_lowbit as fl
+from functional_lowbit import _leafwise
 from functional_lowbit._cpp_norm import square_bins
 
 
@@ -78,7 +79,9 @@ def _blocks(n: int, b: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_has_the_bits_of_torch(name):
+def test_an_operation_has_the_bits_of_torch(name, monkeypatch):
+    # The largest of a block is for formats; a leaf function that takes it is refused, but reaches the generator.
+    monkeypatch.setattr(_leafwise, "check_elementwise", lambda *args: None)
     function = OPERATIONS[name]
 
     def leaf(g: Tensor, s: Two, p: Tensor, c: Any) -> Any:
@@ -158,10 +161,6 @@ def _fused(g: Tensor, s: Any, p: Tensor, c: Any) -> Any:
     return torch.add(g, p, alpha=0.3), s  # torch contracts this into one rounding, where the processor can
 
 
-def _mean(g: Tensor, s: Any, p: Tensor, c: Any) -> Any:
-    return g - g.mean(dim=-1, keepdim=True), s
-
-
 def _decimals(g: Tensor, s: Any, p: Tensor, c: Any) -> Any:
     return torch.round(g * 0.3, decimals=2), s
 
@@ -170,7 +169,7 @@ def _to_int_and_back(g: Tensor, s: Any, p: Tensor, c: Any) -> Any:
     return (g * 0.3 - 1).to(torch.int32).float(), s  # -0.0 and 0.0 come back as 0.0
 
 
-@pytest.mark.parametrize("leaf", [_exp, _fused, _mean, _decimals, _to_int_and_back])
+@pytest.mark.parametrize("leaf", [_exp, _fused, _decimals, _to_int_and_back])
 def test_what_the_generator_does_not_know_is_compiled_by_inductor(leaf):
     tx = fl.leafwise(leaf, needs_params=True)
     params = {"w": torch.ones(20)}

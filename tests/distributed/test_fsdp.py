@@ -19,6 +19,10 @@ BATCH = 120  # divisible by 1, 2, 3 and 4
 RULES: dict[str, Callable[[], Any]] = {
     "adamw8bit": lambda: fl.chain(fl.clip_by_global_norm(0.5), fl.adamw8bit(LR, eps=EPS, weight_decay=DECAY)),
     "adamw": lambda: fl.adamw(LR, eps=EPS, weight_decay=DECAY),
+    "muon": lambda: fl.chain(fl.scale_by_muon(), fl.scale_by_learning_rate(LR)),
+    "adafactor": lambda: fl.chain(
+        fl.scale_by_factored_rms(min_dim_size_to_factor=3), fl.scale_by_trust_ratio(), fl.scale(-LR)
+    ),
 }
 
 
@@ -114,7 +118,7 @@ def test_two_ranks_give_the_bits_of_one_process(world: World, alone: Callable[..
         assert result["losses"] == expected["losses"][rank :: world.size]
         assert result["bits"] == expected["bits"]
         assert result["state"] == expected["state"]
-        assert result["graphs"] == (2 if rule == "adamw8bit" else 1)
+        assert result["graphs"] == {"adamw8bit": 2, "adamw": 1, "muon": 2, "adafactor": 1}[rule]
 
 
 # Where the order of a sum differs, a gradient is off by a few units in the last place of its largest terms: 1e-6 of

@@ -30,8 +30,8 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "one": (1,),
 }
 SAVED_AT, MORE = 3, 2  # steps before and after the checkpoint
-RULES = ("guarded", "stochastic", *fl.formats.names())
-LEAVES = {name: list(SHAPES) if name in ("guarded", "stochastic") else ["odd", "three", "padded"] for name in RULES}
+RULES = ("guarded", "stochastic", "statistics", *fl.formats.names())
+LEAVES = {name: ["odd", "three", "padded"] if name in fl.formats.names() else list(SHAPES) for name in RULES}
 
 
 @cache
@@ -42,6 +42,8 @@ def rule(name: str) -> tuple[Any, Any]:
     elif name == "stochastic":  # bfloat16 params, and updates too small for the nearest one
         tx = fl.adamw8bit(1e-4)
         return tx, fl.compile(tx, backend="eager", rounding="stochastic", key=7)
+    elif name == "statistics":
+        tx = fl.chain(fl.scale_by_factored_rms(min_dim_size_to_factor=8), fl.scale_by_trust_ratio(), fl.scale(-1e-2))
     else:
         tx = fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2, format=name))
     return tx, fl.compile(tx, backend="eager")

@@ -8,6 +8,7 @@ import pytest
 import torch
 import world as w
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -302,3 +303,30 @@ def test_a_state_sharded_unlike_its_parameters_is_refused(world: World) -> None:
             f"{cut}{rest}",
             "other way": f"{start} {cut}, but its parameter has {none}{rest}",
         }
+
+
+def outside() -> Any:
+    """A leaf on a mesh of rank 0 alone."""
+    mesh = DeviceMesh("cpu", [0])
+    x = DTensor.from_local(torch.ones(4, 4), mesh, [Replicate()], run_check=False)
+    spec = ShardSpec(mesh, (Shard(0),), (4, 4), (4, 1))
+    return {
+        "init": error(fl.adam(0.1).init, {"w": x}),
+        "norm": error(fl.global_norm, {"w": x}),
+        "local shape": error(spec.local_shape),
+        "rank 0's": spec.local_shape((0,)),
+        "mesh": str(mesh),
+    }
+
+
+@two
+def test_a_leaf_on_a_mesh_of_other_ranks_is_refused(world: World) -> None:
+    inside, other = world.run(outside)
+    assert (inside["init"], inside["norm"], inside["local shape"]) == ("no error",) * 3
+    rest = f"this rank is not in the tensor's mesh, {other.pop('mesh')}; leave the tensor out of the tree here"
+    assert other == {
+        "init": f"ValueError: scale_by_adam.init: params['w']: {rest}",
+        "norm": f"ValueError: global_norm: {rest}",
+        "local shape": "ValueError: ShardSpec.local_shape: this rank is not in the mesh; pass a coordinate",
+        "rank 0's": (4, 4),
+    }

@@ -85,6 +85,11 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "chain_of_all": lambda o: o.chain(
         o.clip(1.0), o.trace(0.5), o.scale_by_lion(), o.add_decayed_weights(0.1), o.scale_by_learning_rate(LR)
     ),
+    "centralize": lambda o: o.chain(o.centralize(), o.scale(-LR)),
+    "scale_by_trust_ratio": lambda o: o.chain(o.scale_by_trust_ratio(), o.scale(-LR)),
+    "scale_by_trust_ratio_bounds": lambda o: o.chain(o.scale_by_trust_ratio(2.0, 0.5, 0.1), o.scale(-LR)),
+    "scale_by_factored_rms": lambda o: o.chain(o.scale_by_factored_rms(min_dim_size_to_factor=4), o.scale(-LR)),
+    "scale_by_factored_rms_whole": lambda o: o.chain(o.scale_by_factored_rms(factored=False), o.scale(-LR)),
     "apply_if_finite": lambda o: o.apply_if_finite(o.adamw(LR, weight_decay=0.1), 2),
 }
 BROKEN_STEPS = (3, 8, 9)  # of apply_if_finite: an Inf or a NaN in one element, at most as often in a row as it allows
@@ -199,6 +204,28 @@ def test_params_after_20_steps(case, engine):
     assert distance(ours.params, to_torch(draw(0, 1.0))) > LR / 2  # they went somewhere
 
 
+@pytest.mark.parametrize("arguments", [{}, {"nesterov": False}, {"ns_steps": 3, "beta": 0.8, "eps": 1e-3}])
+def test_muon(arguments):
+    """Matrices only, so apart from `CASES`. The bound is that of the other cases, 2e-5 after 20 steps."""
+    params = {"wide": draw(0, 1.0)["layer"]["w"], "tall": draw(1, 1.0)["layer"]["w"].T.copy()}
+    ours = fl.chain(fl.scale_by_muon(**arguments), fl.scale(-LR))
+    axes = {"wide": optax.contrib.MuonDimensionNumbers(), "tall": optax.contrib.MuonDimensionNumbers()}
+    theirs = optax.chain(optax.contrib.scale_by_muon(**arguments, weight_dimension_numbers=axes), optax.scale(-LR))
+    mine, other = to_torch(params), to_jax(params)
+    state, other_state, update = ours.init(mine), theirs.init(other), jax.jit(theirs.update)
+    for t in range(STEPS):
+        w = draw(100 + t, 1.0)["layer"]["w"]
+        grads = {"wide": w + 0.3, "tall": w.T - 0.3}
+        updates, state = ours.update(to_torch(grads), state, mine)
+        mine = fl.apply_updates(mine, updates)
+        updates, other_state = update(to_jax(grads), other_state, other)
+        other = optax.apply_updates(other, updates)
+    worst = distance(mine, other)
+    print(f"muon {arguments}: {worst:.2e}")
+    assert worst <= 2e-5
+    assert distance(mine, to_torch(params)) > LR / 2
+
+
 @pytest.mark.parametrize("case", ["adam", "adam_nesterov", "adamw_decay", "chain", "trace_nesterov"])
 def test_params_against_optax_in_float64(case):
     """What is left when optax does not round: our own 20 roundings of parameters below 4, 2.4e-7 at most each."""
@@ -308,6 +335,7 @@ DIFFERENCES: dict[tuple[str, str], str] = {
     ("masked", "mask_compatible_extra_args"): "extra arguments are passed on as they are: not built",
     ("apply_if_finite", "max_consecutive_errors"): "optax has no default; ours is the 5 of its documentation",
     ("scale_by_learning_rate", "learning_rate"): "optax lets it be left out, and then returns the identity",
+    ("scale_by_factored_rms", "decay_rate_fn"): "a function of two numbers beside schedules: not built",
     ("apply_updates", "rounding"): "ours: stochastic rounding of low-precision parameters",
     ("apply_updates", "key"): "belongs to rounding",
 }

@@ -1,0 +1,148 @@
+"""Which operations a leaf function may use: what it declares about itself is checked against what it does.
+
+A rank holds a part of each leaf. A function that takes the mean of what it is given would take the mean of that part,
+and nothing would say so; such a function is refused, with the operation's name.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import maybe_current_level
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+# Operations without torch.Tag.pointwise that leave each element where it is, or make tensors from numbers.
+_NAMES = (
+    "_conj _local_scalar_dense _neg_view _prelu_kernel _reshape_alias _reshape_copy _to_copy _unsafe_view alias "
+    "bucketize clone copy copy_ detach detach_ empty empty_like empty_strided expand expand_copy fill fill_ "
+    "floor_divide floor_divide_ full full_like hardswish lift lift_fresh lift_fresh_copy log_sigmoid_forward "
+    "masked_fill masked_fill_ new_empty new_empty_strided new_full new_ones new_zeros ones ones_like reshape "
+    "resolve_conj resolve_neg rsub scalar_tensor squeeze unsqueeze view view_copy where zero zero_ zeros zeros_like"
+)
+AT_THEIR_PLACES = frozenset(_NAMES.split())
+
+
+class MixesElements(Exception):
+    """A leaf function used an operation that combines elements, moves them, or draws at random.
+
+    The text is the operation and what is wrong with it; `way_out` what to do instead.
+    """
+
+    way_out = (
+        "use fl.reduce.sum, mean, norm or max and declare the function with leafwise(..., reduces=True), or have it "
+        "given whole leaves with elementwise=False"
+    )
+
+
+class DrawsAtRandom(MixesElements):
+    """A leaf function drew random numbers."""
+
+    way_out = "make the noise from a key with fl.rounding, or hand it in with the gradients"
+
+
+class Guard(TorchDispatchMode):
+    """While it is entered, an operation that does not leave elements at their places raises `MixesElements`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, for more than a second, to keep it away from us
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, if each element of its result is made of elements at one place."""
+        if not _keeps_places(func):
+            name = str(func).removesuffix(".default")
+            if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+                raise DrawsAtRandom(f"{name}, which is random, so that ranks with copies of a leaf would part")
+            raise MixesElements(
+                f"{name}, which combines elements or moves them, where a rank holds only a part of them"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@lru_cache(maxsize=1024)
+def _keeps_places(op: Any) -> bool:
+    schema = getattr(op, "_schema", None)
+    if schema is None:  # a higher-order operator
+        return False
+    namespace, name = schema.name.split("::")
+    return torch.Tag.pointwise in op.tags or (namespace == "aten" and name in AT_THEIR_PLACES)
+
+
+class _AnyScalar:
+    """Stands for `c`: every hyperparameter has some value."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return torch.full((), 0.5, dtype=torch.float32, device="cpu")
+
+
+@lru_cache(maxsize=4096)
+def _verdict(function: Callable[..., Any], state_class: Any, moments: tuple[str, ...]) -> MixesElements | None:
+    """What a function does that is not elementwise; None if there is nothing, or it cannot be tried."""
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        g, p, *values = [
+            torch.full((2, 3), 0.25 + 0.125 * i, dtype=torch.float32, device="cpu") for i in range(2 + len(moments))
+        ]
+        fields = {**dict.fromkeys(state_class._fields), **dict(zip(moments, values, strict=True))}
+        try:
+            with Guard():
+                function(g, state_class(**fields), p, _AnyScalar())
+        except MixesElements as mixes:
+            return mixes.with_traceback(None)  # which would keep tensors alive
+        except Exception:
+            return None  # whatever else is wrong with it, the real call says, on real tensors
+    return None
+
+
+def check_elementwise(speaker: str, function: Callable[..., Any], state_class: Any, moments: Sequence[str]) -> None:
+    """Refuse a leaf function that is declared elementwise and is not. It is tried once, on tensors of [2, 3].
+
+    Raises:
+        ValueError: if it uses an operation that combines elements, moves them, or draws at random.
+    """
+    if not can_watch():
+        return
+    try:
+        mixes = _verdict(function, state_class, tuple(moments))
+    except TypeError:  # a callable that cannot be hashed is tried each time
+        mixes = _verdict.__wrapped__(function, state_class, tuple(moments))
+    if mixes is not None:
+        raise ValueError(
+            f"{speaker}: the leaf function {name_of(function)} is elementwise by its declaration, but calls {mixes}; "
+            f"{mixes.way_out}"
+        )
+
+
+def can_watch() -> bool:
+    """Whether operations are those that a function was written with: not so inside torch.func and torch.compile."""
+    return not torch.compiler.is_compiling() and maybe_current_level() is None
+
+
+@contextmanager
+def watched(guard: Guard | None, speaker: str, function: Callable[..., Any], path: str) -> Iterator[None]:
+    """While a function is given a rank's part of a leaf; it is not watched if there is no guard.
+
+    Raises:
+        ValueError: if the function combines elements of the part by itself, moves them, or draws at random.
+    """
+    if guard is None:
+        yield
+        return
+    try:
+        with guard:
+            yield
+    except MixesElements as mixes:
+        raise ValueError(
+            f"{speaker}: at {path!r}, the leaf function {name_of(function)} calls {mixes}; {mixes.way_out}"
+        ) from None
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """How a leaf function is called in errors."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
