@@ -40,7 +40,7 @@ static inline Lanes values(const uint16_t* x) {  // bfloat16
 static inline void put(double* bins, float s) {
     uint32_t u;
     memcpy(&u, &s, 4);
-    const int exponent = u >> 23;  // s is not negative
+    const int exponent = u >> 23 & 255;  // s is not negative, but a NaN may have the sign bit
     if (exponent == 255) {
         bins[s != s ? NOT_A_NUMBER : INFINITE] += 1;
     } else if (exponent) {

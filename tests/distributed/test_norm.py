@@ -121,3 +121,21 @@ def not_finite() -> Any:
 def test_what_one_rank_has_all_ranks_see(world: World) -> None:
     for seen in world.run(not_finite):
         assert seen == {"nan": "nan", "inf": "inf", "-inf": "inf", "both": "nan", "zero": 0.0, "nothing": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "integer", "bits"),
+    [
+        (torch.float32, torch.int32, -(2**22)),  # what a processor makes of 0 / 0
+        (torch.float32, torch.int32, -1),
+        (torch.bfloat16, torch.int16, -1),  # what torch makes of a NaN in bfloat16
+        (torch.float16, torch.int16, -512),
+    ],
+)
+@pytest.mark.parametrize("shape", [(1000,), (4, 300)])
+def test_a_nan_with_its_sign_bit(shape: tuple[int, ...], dtype: torch.dtype, integer: torch.dtype, bits: int) -> None:
+    """It is counted as a NaN, and not by an exponent of 511 in memory behind the bins."""
+    x = w.random(shape, 0, dtype)
+    x.view(-1)[7] = torch.tensor(bits, dtype=integer).view(dtype)
+    assert x.view(integer).view(-1)[7] == bits
+    assert fl.global_norm([x]).isnan()
