@@ -130,7 +130,9 @@ def save(where: str, how: str, mesh: Mesh = ()) -> Any:
     else:
         target = {name: {"params": one["params"], "state": fl.state_dict(one["state"])} for name, one in tree.items()}
         if how == "torch":
-            dcp.save(target, checkpoint_id=where)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as in load
+                dcp.save(target, checkpoint_id=where)
         else:
             dcp.async_save(target, checkpoint_id=where).result()  # type: ignore[union-attr]
     after = bits(tree)
@@ -200,6 +202,12 @@ def test_torch_alone_saves_and_loads_state_dicts(
 ) -> None:
     """`dcp.save`, `async_save` and `load` of `fl.state_dict(state)`, without our functions for files."""
     for result in world.run(load, saved(2, how), "torch"):
+        assert result == alone(uninterrupted)
+
+
+@pytest.mark.parametrize("world", [3], indirect=True, ids="W={}".format)
+def test_torch_alone_saves_without_ranks(world: World, saved: Callable[..., str], alone: Callable[..., Any]) -> None:
+    for result in world.run(load, saved(0, "torch"), "torch"):
         assert result == alone(uninterrupted)
 
 
