@@ -87,22 +87,22 @@ def main(rank: int, mesh_shape: tuple[int, ...]) -> None:
         on_meta, planned = growth(lambda tx=tx: tx.init(meta))
         took, state = growth(lambda tx=tx: tx.init(params))
         report = fl.describe(state, params)
-        codes = [x for n, x in fl.state_dict(state).items() if isinstance(x, Tensor)]
+        tensors = fl.tree._tree.leaves(state)
         seen[name] = {
             "init": took,
             "meta init": on_meta,
             "described": report.total_bytes,
             "described on meta": fl.describe(planned).total_bytes,
             "same rows": fl.describe(planned).rows == report.rows,
-            "meta devices": sorted({str(x.device) for x in fl.state_dict(planned).values() if isinstance(x, Tensor)}),
-            "tensors": len(codes),
-            "global": sum(x.numel() * x.element_size() for x in codes),
+            "meta devices": sorted({str(x.device) for x in fl.tree._tree.leaves(planned)}),
+            "tensors": len(tensors),
+            "global": sum(x.numel() * x.element_size() for x in tensors),
             "parameters": report.parameters,
         }
         if name == sys.argv[3]:
             seen["step"] = growth(lambda step=steps[name], state=state: step(grads, state, params))[0]
             seen["largest"] = max(p.to_local().numel() for p in params.values()) * 4
-        del state, planned, codes
+        del state, planned, tensors
     print(json.dumps(seen), flush=True)
     dist.destroy_process_group()
 
