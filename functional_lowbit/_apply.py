@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from functional_lowbit import _check, _tree, rounding as _rounding
 from functional_lowbit._base import Tree
 from functional_lowbit._index import global_index
-from functional_lowbit._leafwise import as_sharded
+from functional_lowbit._like_params import as_sharded
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
 
 ROUNDINGS = ("nearest", "stochastic")

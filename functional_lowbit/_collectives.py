@@ -1,7 +1,8 @@
-"""Communication between the ranks that hold the parts of one leaf."""
+"""Communication between the ranks that hold parts of leaves."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -10,6 +11,55 @@ from torch.distributed.tensor import Replicate, Shard
 from functional_lowbit.sharding import ShardSpec, contiguous_stride
 
 Coordinate = tuple[int, ...]  # a rank's index along each mesh dimension
+
+
+def sum_over_shards(
+    parts: Sequence[tuple[Tensor, ShardSpec | None]], measure: Callable[[Sequence[Tensor]], Tensor]
+) -> Tensor:
+    """A sum over all elements of all leaves, over the ranks that hold different parts of a leaf.
+
+    A replicated part is counted once. Leaves that are sharded alike are measured and communicated together, so the
+    number of collectives is that of the different (mesh, mesh dimension) pairs. Every rank must call this with the same
+    leaves in the same order, empty shards included.
+
+    Args:
+        parts: (local shard, spec of its leaf), at least one.
+        measure: The sum for some local shards, a tensor of always the same shape and dtype.
+    """
+    alike: dict[Any, list[Tensor]] = {}
+    for local, spec in parts:
+        key = None if spec is None or not spec.sharded_mesh_dims else (spec.mesh, spec.sharded_mesh_dims)
+        alike.setdefault((key, local.device), []).append(local)
+    result: Tensor | None = None
+    for (key, _), locals_ in alike.items():
+        total = measure(locals_)
+        if key is not None:
+            mesh, mesh_dims = key
+            for mesh_dim in mesh_dims:
+                dist.all_reduce(total, group=mesh.get_group(mesh_dim))
+        result = total if result is None else result + total.to(result.device)
+    if result is None:
+        raise ValueError("sum_over_shards: nothing to add")
+    return result
+
+
+def sum_over_meshes(number: Tensor, specs: Sequence[ShardSpec | None]) -> Tensor:
+    """A number of each rank, added up over all ranks of all meshes; the same on every rank.
+
+    Unlike in `sum_over_shards`, replicas count each, so that they notice when one of them is not like the others. Every
+    rank must call this with the same specs in the same order.
+
+    Args:
+        number: 0-d; written to.
+        specs: Of all leaves; None for a plain tensor.
+    """
+    meshes = dict.fromkeys(spec.mesh for spec in specs if spec is not None)
+    # Larger ones last: then ranks agree also about what only the ranks of a part of them hold.
+    for mesh in sorted(meshes, key=lambda mesh: mesh.size()):
+        for mesh_dim in range(mesh.ndim):
+            if mesh.size(mesh_dim) > 1:
+                dist.all_reduce(number, group=mesh.get_group(mesh_dim))
+    return number
 
 
 def all_reduce(x: Tensor, spec: ShardSpec | None, dims: Sequence[int], largest: bool = False) -> Tensor:

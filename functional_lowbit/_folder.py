@@ -36,9 +36,9 @@ def prepare(speaker: str, path: Path) -> None:
         OSError: where no folder can be made.
         ValueError: if there is something at `path` that is no checkpoint.
     """
-    if path.exists() and not (path / METADATA).is_file() and not (path.is_dir() and not any(path.iterdir())):
-        raise ValueError(f"{speaker}: {str(path)!r} must be a checkpoint or nothing yet; move away what is there")
     try:
+        if path.exists() and not (path / METADATA).is_file() and not (path.is_dir() and not any(path.iterdir())):
+            raise ValueError(f"{speaker}: {str(path)!r} must be a checkpoint or nothing yet; move away what is there")
         if previous(path).exists():
             if path.exists():
                 shutil.rmtree(previous(path))
@@ -65,8 +65,7 @@ def put_in_place(speaker: str, path: Path) -> None:
             path.rename(previous(path))
         partial(path).rename(path)
         _sync(path.parent)
-        if previous(path).exists():
-            shutil.rmtree(previous(path))
+        shutil.rmtree(previous(path), ignore_errors=True)  # what stays of it, the next save removes
     except OSError as error:
         if not path.exists() and previous(path).exists():
             previous(path).rename(path)
@@ -84,16 +83,21 @@ def find(speaker: str, path: Path) -> Path:
     Raises:
         FileNotFoundError: if there is no checkpoint.
         ValueError: if there is one that is not complete.
+        OSError: for a place that cannot be looked at.
     """
-    if (path / METADATA).is_file():
+    try:
+        whole, older = ((folder / METADATA).is_file() for folder in (path, previous(path)))
+        there, left = path.exists(), partial(path).exists()
+    except OSError as error:
+        raise OSError(f"{speaker}: cannot read {str(path)!r}: {error}") from error
+    if whole:
         return path
-    if path.exists():
+    if there:
         raise ValueError(
             f"{speaker}: {str(path)!r} is no complete checkpoint: it has no {METADATA}, which is written last"
         )
-    if (previous(path) / METADATA).is_file():
+    if older:
         return previous(path)
-    left = partial(path).exists()
     hint = f"; {partial(path).name!r} beside it is what an interrupted save left, and not complete" if left else ""
     raise FileNotFoundError(f"{speaker}: there is no checkpoint at {str(path)!r}{hint}")
 

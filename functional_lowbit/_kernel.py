@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_lowbit._leafwise import Leafwise, check_leaf, record
+from functional_lowbit._rule import Leafwise, check_leaf, record
 from functional_lowbit._split import CODE_DTYPES, read_master, step_to, write_master
 from functional_lowbit.formats import Codec
 from functional_lowbit.rounding import bits, stochastic_round

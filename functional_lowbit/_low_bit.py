@@ -9,7 +9,7 @@ from torch import Tensor
 from functional_lowbit import _check, _tree, formats
 from functional_lowbit._base import GradientTransformation, Moment, Tree, call_update
 from functional_lowbit._grid import grid_of
-from functional_lowbit._leafwise import rest_in_float32
+from functional_lowbit._like_params import rest_in_float32
 from functional_lowbit._parts import Composite, Rest, init_with, map_moments
 from functional_lowbit._quantized import Layout, QuantizedTensor, check_block_size, encode, zeros
 from functional_lowbit.formats import Format

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from functional_lowbit import _tree
 from functional_lowbit._base import Tree
+from functional_lowbit._collectives import sum_over_shards
 from functional_lowbit._cpp_norm import square_bins
 from functional_lowbit._grid import grid_of
-from functional_lowbit.sharding import ShardSpec, part_of, sum_over_shards
+from functional_lowbit.sharding import ShardSpec, part_of
 
 # Floating-point sums depend on their order, and the order on the mesh. So each block of the grid is summed in float32,
 # which no split between blocks can change, and the sums of blocks are then added exactly: float32 numbers of one

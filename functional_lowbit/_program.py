@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 from functional_lowbit import _tree
 from functional_lowbit._base import Tree
-from functional_lowbit._leafwise import Leafwise
 from functional_lowbit._parts import Composite, Gated
+from functional_lowbit._rule import Leafwise
 
 
 @dataclass(frozen=True)

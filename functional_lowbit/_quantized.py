@@ -166,7 +166,7 @@ class QuantizedTensor:
         width = self.layout.local_grid().block if self.format.scaled else 1
         values = self.format.codec(self.layout.signed).read(codes, scales, width)
         local = self.layout.local_grid().from_blocks(values, shape) if self.format.scaled else values.reshape(shape)
-        return wrap(local, self.layout.spec)
+        return wrap(local.contiguous(), self.layout.spec)  # padded rows are a view with gaps
 
     def tree_flatten(self) -> tuple[tuple[Any, Any], Layout]:
         """For the pytree registries."""

@@ -9,9 +9,10 @@ from torch import Tensor
 from functional_lowbit import _tree
 from functional_lowbit._base import Tree
 from functional_lowbit._grid import Grid
-from functional_lowbit._leafwise import Shared, as_sharded
+from functional_lowbit._like_params import as_sharded
 from functional_lowbit._noise import HALF, Noise
 from functional_lowbit._quantized import QuantizedTensor
+from functional_lowbit._rule import Shared
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
 from functional_lowbit.transforms._master import master_of
 

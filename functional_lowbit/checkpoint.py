@@ -113,7 +113,7 @@ def load(path: str | os.PathLike[str], tree: Any, *, convert: bool = False) -> A
         A new tree. `model.load_state_dict(loaded["params"])` puts parameters into a module.
 
     Raises:
-        FileNotFoundError: if there is no checkpoint.
+        FileNotFoundError: if there is no checkpoint; another OSError for a place that cannot be looked at.
         ValueError: for a checkpoint that is incomplete, damaged, newer than this library, or of another tree; the text
             names the file or the leaf. On all ranks.
         RuntimeError: if another rank ended.

@@ -3,21 +3,18 @@
 All that knows of `torch.distributed` is in this module (and in the checkpoint's).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import product
 from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from functional_lowbit import _grid, _tree
+from functional_lowbit import _chunks, _grid, _tree
 from functional_lowbit._base import Tree
 
 
@@ -68,7 +65,7 @@ class ShardSpec:
             raise ValueError(
                 f"{speaker}: this rank is not in the tensor's mesh, {spec.mesh}; leave the tensor out of the tree here"
             )
-        if not _in_one_piece(spec.shape, tuple(spec.mesh.shape), spec.placements):
+        if not _chunks.in_one_piece(spec.shape, tuple(spec.mesh.shape), spec._splits):
             raise ValueError(
                 f"{speaker}: each rank must hold one piece of the tensor, but {spec.placements} of shape {spec.shape} "
                 f"on a mesh of {tuple(spec.mesh.shape)} gives some rank several; redistribute the tensor first"
@@ -79,6 +76,16 @@ class ShardSpec:
     def sharded_mesh_dims(self) -> tuple[int, ...]:
         """The mesh dimensions over which the tensor is split (and not repeated)."""
         return tuple(i for i, p in enumerate(self.placements) if not isinstance(p, Replicate))
+
+    @property
+    def _splits(self) -> tuple[_chunks.Split, ...]:
+        found: list[_chunks.Split] = []
+        for p in self.placements:
+            if isinstance(p, Replicate):
+                found.append(None)
+            else:
+                found.append((p.dim, int(p.split_factor) if isinstance(p, _StridedShard) else 1))
+        return tuple(found)
 
     def parts_of(self, dim: int) -> int:
         """Into how many parts the mesh splits a dimension of the tensor."""
@@ -132,7 +139,7 @@ class ShardSpec:
             coordinate = self.mesh.get_coordinate()
             if coordinate is None:
                 raise ValueError(f"ShardSpec.{speaker}: this rank is not in the mesh; pass a coordinate")
-        return _part_of(self.shape, tuple(self.mesh.shape), self.placements, tuple(coordinate))
+        return _chunks.part(self.shape, tuple(self.mesh.shape), self._splits, tuple(coordinate))
 
     def wrap(self, local: Tensor) -> DTensor:
         """The DTensor whose shard on this rank is `local`, of any dtype. Nothing is copied or communicated.
@@ -187,87 +194,7 @@ class ShardSpec:
 
     def local_shapes(self) -> set[tuple[int, ...]]:
         """The different shapes that shards have, over all ranks: full chunks, the last one, empty ones."""
-        return _shapes_of(self.shape, tuple(self.mesh.shape), self.placements)
-
-
-Runs = tuple[tuple[int, int], ...]  # (first index, index behind the last) of pieces of one dimension, in order
-
-
-def _chunk(runs: Runs, parts: int, index: int) -> Runs:
-    """One of the parts that `torch.chunk` makes of the pieces put together; at least one run, if an empty one."""
-    size = -(-sum(stop - start for start, stop in runs) // parts)
-    skip, left = size * index, size
-    found = []
-    for start, stop in runs:
-        first = min(start + skip, stop)
-        last = min(first + left, stop)
-        skip, left = skip - (first - start), left - (last - first)
-        if last > first:
-            found.append((first, last))
-    return tuple(found) or ((runs[-1][1], runs[-1][1]),)
-
-
-def _joined(pieces: Sequence[Runs]) -> Runs:
-    """Pieces put together; neighbours become one run."""
-    runs = [run for piece in pieces for run in piece]
-    found: list[tuple[int, int]] = []
-    for start, stop in [run for run in runs if run[0] < run[1]] or runs[:1]:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
-    return tuple(found)
-
-
-@lru_cache(maxsize=65536)
-def _runs_of(
-    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...], coordinate: tuple[int, ...]
-) -> tuple[Runs, ...]:
-    """The indices that a rank holds, for each dimension of the tensor. Placements apply from left to right."""
-    runs: list[Runs] = [((0, length),) for length in shape]
-    for placement, parts, index in zip(placements, mesh_shape, coordinate, strict=True):
-        if isinstance(placement, Replicate):
-            continue
-        dim = placement.dim
-        if isinstance(placement, _StridedShard):
-            # torch's rule: the dimension is split first as a mesh dimension further right splits it, then here.
-            first = int(placement.split_factor)
-            pieces = [_chunk(runs[dim], first, j) for j in range(first)]
-            runs[dim] = _joined([_chunk(piece, parts, index) for piece in pieces])
-        else:
-            runs[dim] = _joined([_chunk(runs[dim], parts, index)])
-    return tuple(runs)
-
-
-@lru_cache(maxsize=65536)
-def _part_of(
-    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...], coordinate: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, offset) of a shard that is one piece."""
-    runs = _runs_of(shape, mesh_shape, placements, coordinate)
-    return tuple(sum(b - a for a, b in each) for each in runs), tuple(each[0][0] for each in runs)
-
-
-@lru_cache(maxsize=4096)
-def _in_one_piece(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]) -> bool:
-    """Whether every rank's indices of each dimension follow each other. All ranks are looked at, so that all agree."""
-    if not any(isinstance(p, _StridedShard) for p in placements):
-        return True
-    coordinates = product(*map(range, mesh_shape))
-    return all(len(runs) == 1 for c in coordinates for runs in _runs_of(shape, mesh_shape, placements, c))
-
-
-@lru_cache(maxsize=4096)
-def _shapes_of(
-    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]
-) -> set[tuple[int, ...]]:
-    """The different shapes of shards. Dimensions are split by different mesh dimensions, so each is looked at alone."""
-    lengths = []
-    for dim in range(len(shape)):
-        splits = [not isinstance(p, Replicate) and p.dim == dim for p in placements]
-        coordinates = product(*(range(n if split else 1) for n, split in zip(mesh_shape, splits, strict=True)))
-        lengths.append({_part_of(shape, mesh_shape, placements, c)[0][dim] for c in coordinates})
-    return set(product(*lengths))
+        return _chunks.shapes(self.shape, tuple(self.mesh.shape), self._splits)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -338,52 +265,3 @@ def from_local(locals_: Tree, specs: Tree) -> Tree:
     return _tree.unflatten(
         treedef, [wrap(x, s) for x, s in zip(leaves, _tree.flatten_up_to(treedef, specs), strict=True)]
     )
-
-
-def sum_over_shards(
-    parts: Sequence[tuple[Tensor, ShardSpec | None]], measure: Callable[[Sequence[Tensor]], Tensor]
-) -> Tensor:
-    """A sum over all elements of all leaves, over the ranks that hold different parts of a leaf.
-
-    A replicated part is counted once. Leaves that are sharded alike are measured and communicated together, so the
-    number of collectives is that of the different (mesh, mesh dimension) pairs. Every rank must call this with the same
-    leaves in the same order, empty shards included.
-
-    Args:
-        parts: (local shard, spec of its leaf), at least one.
-        measure: The sum for some local shards, a tensor of always the same shape and dtype.
-    """
-    alike: dict[Any, list[Tensor]] = {}
-    for local, spec in parts:
-        key = None if spec is None or not spec.sharded_mesh_dims else (spec.mesh, spec.sharded_mesh_dims)
-        alike.setdefault((key, local.device), []).append(local)
-    result: Tensor | None = None
-    for (key, _), locals_ in alike.items():
-        total = measure(locals_)
-        if key is not None:
-            mesh, mesh_dims = key
-            for mesh_dim in mesh_dims:
-                dist.all_reduce(total, group=mesh.get_group(mesh_dim))
-        result = total if result is None else result + total.to(result.device)
-    if result is None:
-        raise ValueError("sum_over_shards: nothing to add")
-    return result
-
-
-def sum_over_meshes(number: Tensor, specs: Sequence[ShardSpec | None]) -> Tensor:
-    """A number of each rank, added up over all ranks of all meshes; the same on every rank.
-
-    Unlike in `sum_over_shards`, replicas count each, so that they notice when one of them is not like the others. Every
-    rank must call this with the same specs in the same order.
-
-    Args:
-        number: 0-d; written to.
-        specs: Of all leaves; None for a plain tensor.
-    """
-    meshes = dict.fromkeys(spec.mesh for spec in specs if spec is not None)
-    # Larger ones last: then ranks agree also about what only the ranks of a part of them hold.
-    for mesh in sorted(meshes, key=lambda mesh: mesh.size()):
-        for mesh_dim in range(mesh.ndim):
-            if mesh.size(mesh_dim) > 1:
-                dist.all_reduce(number, group=mesh.get_group(mesh_dim))
-    return number

@@ -1,7 +1,6 @@
 """checkpoint.save and load in one process: what is read is what was written, and no damage goes unnoticed."""
 
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -85,6 +84,31 @@ def test_parameters_of_a_module(tmp_path: Path) -> None:
 
     plain, plain_state = fresh(0)
     assert same(train(plain, plain_state, 4), state)  # looking at the state took no step
+
+
+def test_an_optimizer_of_torch_kind(tmp_path: Path) -> None:
+    """What `state_dict` of a module and of `fl.optim` return is a tree like any other."""
+
+    def fresh(seed: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        model = nn.Linear(70, 70)
+        return model, fl.optim.Optimizer(model.named_parameters(), fl.adamw8bit(1e-2))
+
+    def train(model: nn.Module, optimizer: Any) -> Any:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 70)).square().sum().backward()
+            optimizer.step()
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    model, optimizer = fresh(0)
+    fl.checkpoint.save(tmp_path / "a", train(model, optimizer))
+    other, other_optimizer = fresh(9)
+    tree = {"model": other.state_dict(), "optimizer": other_optimizer.state_dict()}
+    loaded = fl.checkpoint.load(tmp_path / "a", tree)
+    other.load_state_dict(loaded["model"])
+    other_optimizer.load_state_dict(loaded["optimizer"])
+    assert same(train(other, other_optimizer), train(model, optimizer))
 
 
 def test_stochastic_rounding_goes_on_bit_equal(tmp_path: Path) -> None:
@@ -373,12 +397,42 @@ def test_read_only(tmp_path: Path) -> None:
     for place in ("/proc", "/sys"):  # not even root makes folders there
         with pytest.raises(OSError, match=rf"^checkpoint.save: cannot write at '{place}/a': \[Errno \d+\] "):
             fl.checkpoint.save(f"{place}/a", tree)
-    if os.getuid():
-        tmp_path.chmod(0o500)
-        with pytest.raises(OSError, match=r"^checkpoint.save: cannot write at '.*/a': \[Errno 13\] Permission denied"):
-            fl.checkpoint.save(tmp_path / "a", tree)
-        tmp_path.chmod(0o700)
+    name = "x" * 300
+    for call, what in ((fl.checkpoint.save, "save: cannot write at"), (fl.checkpoint.load, "load: cannot read")):
+        with pytest.raises(OSError, match=rf"^checkpoint.{what} '{tmp_path}/{name}': \[Errno 36\] File name too long"):
+            call(tmp_path / name, tree)
     assert same(tree, before)
+
+
+FORBIDDEN = """
+import os, shutil, tempfile, torch, functional_lowbit as fl
+folder, tree = tempfile.mkdtemp(), {"w": torch.ones(2)}  # where others may go too
+try:
+    fl.checkpoint.save(folder + "/a", tree)
+    if os.getuid() == 0:  # root may write anywhere
+        os.chown(folder, 65534, 65534)
+        os.seteuid(65534)
+    for mode, call in ((0o500, fl.checkpoint.save), (0, fl.checkpoint.load)):
+        os.chmod(folder, mode)
+        try:
+            call(folder + "/a", tree)
+        except OSError as error:
+            print(str(error).replace(folder, ""))
+    os.chmod(folder, 0o700)
+    print(os.listdir(folder))
+finally:
+    os.seteuid(os.getuid())
+    shutil.rmtree(folder)
+"""
+
+
+def test_a_folder_without_permission() -> None:
+    done = subprocess.run([sys.executable, "-c", FORBIDDEN], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "checkpoint.save: cannot write at '/a': [Errno 13] Permission denied: '/a.partial'",
+        "checkpoint.load: cannot read '/a': [Errno 13] Permission denied: '/a/.metadata'",
+        "['a']",
+    ]
 
 
 FULL = """

@@ -23,14 +23,26 @@ FLOORS = {
         "_version",
         "_ranks",
         "_folder",
+        "_chunks",
     },
     1: {"_tree", "_grid", "formats._format", "_cpp_source", "_cpp_norm"},
     2: {"_guard", "_interrupted", "sharding"}
     | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
-    3: {"_check", "formats", "_collectives", "_current", "_index", "_norm", "_parts", "_task"},
-    4: {"_quantized", "_exact_sum", "_statistics", "_whole", "schedules", "tree"},
-    5: {"_leafwise", "reduce"},
-    6: {"_low_bit", "_recipe", "_apply", "_noise", "_program", "_kernel", "_staging", "_schema", "_describe"},
+    3: {"_check", "formats", "_collectives", "_current", "_index", "_parts", "_task"},
+    4: {"_quantized", "_exact_sum", "_like_params", "_norm", "_statistics", "_whole", "schedules"},
+    5: {"_rule", "reduce", "tree"},
+    6: {
+        "_leafwise",
+        "_low_bit",
+        "_recipe",
+        "_apply",
+        "_noise",
+        "_program",
+        "_kernel",
+        "_staging",
+        "_schema",
+        "_describe",
+    },
     7: {"_native", "_reading", "transforms._chain", "transforms._clip", "transforms._masked", "transforms._scale"}
     | {"transforms._centralize", "transforms._factored", "transforms._trust_ratio"},
     8: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
@@ -173,8 +185,6 @@ WITHOUT_EXAMPLE = (
     "sharding.contiguous_stride",
     "sharding.local_of",
     "sharding.wrap",
-    "sharding.sum_over_shards",
-    "sharding.sum_over_meshes",
 )
 
 

@@ -15,7 +15,7 @@ from helpers import clone, random_like, refuses, run_pure, run_step, same
 from torch import Tensor
 
 import functional_lowbit as fl
-from functional_lowbit import _leafwise
+from functional_lowbit import _rule
 from functional_lowbit._cpp_norm import square_bins
 
 
@@ -81,7 +81,7 @@ def _blocks(n: int, b: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_has_the_bits_of_torch(name, monkeypatch):
     # The largest of a block is for formats; a leaf function that takes it is refused, but reaches the generator.
-    monkeypatch.setattr(_leafwise, "check_elementwise", lambda *args: None)
+    monkeypatch.setattr(_rule, "check_elementwise", lambda *args: None)
     function = OPERATIONS[name]
 
     def leaf(g: Tensor, s: Two, p: Tensor, c: Any) -> Any:

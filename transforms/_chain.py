@@ -5,7 +5,8 @@ from typing import Any
 
 from functional_lowbit import _check
 from functional_lowbit._base import EmptyState, GradientTransformation, Tree, call_update
-from functional_lowbit._leafwise import leafwise, rest_in_float32
+from functional_lowbit._leafwise import leafwise
+from functional_lowbit._like_params import rest_in_float32
 from functional_lowbit._parts import Composite, Rest, init_with
 
 

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from functional_lowbit import _check, _tree
 from functional_lowbit._base import GradientTransformation, Tree, call_update
-from functional_lowbit._leafwise import like_params, rest_in_float32
+from functional_lowbit._collectives import sum_over_meshes
+from functional_lowbit._like_params import like_params, rest_in_float32
 from functional_lowbit._parts import Gated, Rest, init_with
-from functional_lowbit.sharding import ShardSpec, local_of, part_of, sum_over_meshes, wrap
+from functional_lowbit.sharding import ShardSpec, local_of, part_of, wrap
 
 
 class ApplyIfFiniteState(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from functional_lowbit import _check, _tree
 from functional_lowbit._base import GradientTransformation, Tree, call_update
-from functional_lowbit._leafwise import rest_in_float32
+from functional_lowbit._like_params import rest_in_float32
 from functional_lowbit._parts import Composite, Rest, init_with
 
 Mask: TypeAlias = Tree | Callable[[Tree], Tree]

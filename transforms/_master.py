@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_lowbit import _check, _tree
 from functional_lowbit._base import GradientTransformation, Tree, call_update
-from functional_lowbit._leafwise import as_sharded, rest_in_float32
+from functional_lowbit._like_params import as_sharded, rest_in_float32
 from functional_lowbit._parts import Part, Rest, init_with
 from functional_lowbit._split import CODE_DTYPES, HALF_DTYPES, read_master, step_to, write_master
 from functional_lowbit.sharding import ShardSpec, local_of, wrap

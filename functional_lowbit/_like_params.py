@@ -1,0 +1,40 @@
+"""What is shaped and sharded like parameters: updates, moved to where those rest, and new moments."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from functional_lowbit import _check, _tree
+from functional_lowbit._base import Moment, Tree
+from functional_lowbit.sharding import ShardSpec, local_of, wrap
+
+
+def as_sharded(u: Tensor, p: Tensor) -> tuple[Tensor, ShardSpec | None]:
+    """An update with its parameter's mesh and placements. A gradient that rests otherwise is moved there."""
+    spec = ShardSpec.of(p)
+    if spec is not None and tuple(u.placements) != spec.placements:  # type: ignore[attr-defined]
+        u = u.redistribute(spec.mesh, spec.placements)  # type: ignore[attr-defined]
+    return u, spec
+
+
+def like_params(speaker: str, updates: Tree, params: Tree) -> Tree:
+    """Updates with the sharding of their parameters, for what looks at the whole tree before the leaf functions do."""
+    leaves, treedef = _tree.flatten(params)
+    us = _check.same_structure(speaker, "updates", treedef, updates)
+    _check.updates(speaker, _tree.names(treedef), us, leaves)
+    return _tree.unflatten(
+        treedef, [None if u is None else as_sharded(u, p)[0] for u, p in zip(us, leaves, strict=True)]
+    )
+
+
+def rest_in_float32(field: str, moment: Moment, path: str, param: Tensor, value: Callable[[], Tensor] | None) -> Tensor:
+    """Keep a new moment as float32, shaped and sharded like its parameter, whatever the default dtype."""
+    local = local_of(param)
+    if value is None:
+        first = torch.zeros(local.shape, dtype=torch.float32, device=local.device)
+    else:
+        first = value().detach().to(torch.float32, copy=True)
+        if hasattr(first, "device_mesh"):
+            return first
+    return wrap(first, ShardSpec.of(param))
