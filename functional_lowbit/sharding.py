@@ -216,6 +216,27 @@ def local_of(x: Tensor) -> Tensor:
     return x.detach() if x.requires_grad or type(x) is not Tensor else x
 
 
+def check_shard(x: Tensor, speaker: str, partial: bool = False) -> None:
+    """Refuse a DTensor whose shard on this rank is not the one that its placements say: kernels rely on it.
+
+    Args:
+        x: Any tensor.
+        speaker: Who speaks in the error, and of which leaf.
+        partial: Whether one that waits for a sum is let through; it is moved to its parameter's placements later.
+
+    Raises:
+        ValueError: for such a DTensor, and for what `ShardSpec.of` refuses.
+    """
+    if not isinstance(x, DTensor) or (partial and any(p.is_partial() for p in x.placements)):
+        return
+    spec, local = ShardSpec.of(x, speaker), local_of(x)
+    if spec is not None and tuple(local.shape) != spec.local_shape():
+        raise ValueError(
+            f"{speaker} has a shard of shape {tuple(local.shape)} on this rank, but {spec.placements} of "
+            f"{spec.shape} give it {spec.local_shape()}"
+        )
+
+
 def part_of(x: Tensor) -> Tensor:
     """As `local_of`, but a plain tensor that is no parameter keeps its autograd history, for meta-gradients."""
     return local_of(x) if isinstance(x, (DTensor, torch.nn.Parameter)) else x

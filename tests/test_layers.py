@@ -182,6 +182,7 @@ WITHOUT_EXAMPLE = (
     "part_of",
     "rounding.Words",
     "rounding.check_key",
+    "sharding.check_shard",
     "sharding.contiguous_stride",
     "sharding.local_of",
     "sharding.wrap",
