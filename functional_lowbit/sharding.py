@@ -1,6 +1,6 @@
 """DTensor in, DTensor out: local shards for the arithmetic, and the way back from the global shape and stride.
 
-All that knows of `torch.distributed` is in this module (and in the checkpoint's).
+What knows of DTensors is in this module; messages between ranks are in `_collectives`, files in `checkpoint`.
 """
 
 from collections.abc import Sequence
