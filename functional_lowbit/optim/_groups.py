@@ -9,6 +9,16 @@ from functional_lowbit._base import GradientTransformation
 from functional_lowbit.optim._hyper import Hypers
 
 
+class NumberlessGroup(dict[str, Any]):
+    """A group of a transformation. Torch's schedulers ask it for `lr`, and are told why there is none."""
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(
+            f"Optimizer: a group has no {key!r}, since a transformation reads no numbers from it; give a function "
+            "tx(**hyperparameters) and defaults, or give the transformation a schedule"
+        )
+
+
 def check_tx(tx: Any, with_defaults: bool) -> None:
     """Refuse what is neither a transformation nor, with defaults, a function that makes one."""
     kind = type(tx).__name__
@@ -52,13 +62,13 @@ def params_of(groups: Sequence[Mapping[str, Any]], members: Sequence[int], taken
     return params
 
 
-def refuse_numbers(groups: Sequence[Mapping[str, Any]], members: Sequence[int]) -> None:
+def refuse_numbers(speaker: str, groups: Sequence[Mapping[str, Any]], members: Sequence[int]) -> None:
     """Refuse a hyperparameter that would have no effect."""
     for i in members:
         for name, value in groups[i].items():
             if name != "params" and isinstance(value, (int, float, tuple, Tensor)) and not isinstance(value, bool):
                 raise ValueError(
-                    f"Optimizer: group {i} has {name!r}, which a transformation does not read; give a function "
+                    f"{speaker}: group {i} has {name!r}, which a transformation does not read; give a function "
                     "tx(**hyperparameters) and defaults"
                 )
 
@@ -71,7 +81,7 @@ def make_tx(
     Raises:
         TypeError, ValueError: for a hyperparameter that the transformation refuses, and for a function that makes none.
     """
-    hypers = Hypers(defaults, group)
+    hypers = Hypers(function, defaults, group)
     function(**{name: group[name] for name in defaults})  # with the numbers themselves, whose ranges are checked
     tx = function(**hypers.values)
     if not _is_transformation(tx):
