@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from helpers import averaged, clone, delayed, random_like, refuses, run_pure, same
@@ -395,6 +396,18 @@ FILES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda saved: {**saved, "param_groups": [{}]},
         "group 0 of state_dict has no entry 'params'; it must come from Optimizer.state_dict",
     ),
+    "a state that is none": (
+        lambda saved: {**saved, "state": None},
+        "entry 'state' of state_dict must be a dict, got NoneType; it must come from Optimizer.state_dict",
+    ),
+    "groups that are none": (
+        lambda saved: {**saved, "param_groups": None},
+        "entry 'param_groups' of state_dict must be a list, got NoneType; it must come from Optimizer.state_dict",
+    ),
+    "a group that is none": (
+        lambda saved: {**saved, "param_groups": [1]},
+        "group 0 of state_dict must be a dict, got int; it must come from Optimizer.state_dict",
+    ),
     "a number that nothing reads": (
         lambda saved: {**saved, "param_groups": [{**saved["param_groups"][0], "lr": 0.1}]},
         "group 0 has 'lr', which a transformation does not read; give a function tx(**hyperparameters) and defaults",
@@ -576,7 +589,7 @@ def test_wrong_arguments():
     refuses(ValueError, "optimizer got an empty parameter list", lambda: Optimizer([], sgd))
     refuses(
         ValueError,
-        "scale_by_adam: b1 must be in [0, 1), got 1.5",
+        "Optimizer: group 0: scale_by_adam: b1 must be in [0, 1), got 1.5",
         lambda: Optimizer([p], adamw8bit, {**NUMBERS, "betas": (1.5, 0.9)}),
     )
     refuses(
@@ -760,6 +773,12 @@ WRONG_NUMBERS: dict[str, tuple[type[Exception], str, Any, str]] = {
         [-0.1, 0.9],
         "group 1: scale_by_adam: b1 must be in [0, 1), got -0.1",
     ),
+    "out of range, a tensor": (
+        ValueError,
+        "betas",
+        (0.9, torch.tensor(1.5)),
+        "group 1: scale_by_adam: b2 must be in [0, 1), got 1.5",
+    ),
     "another kind": (
         ValueError,
         "nesterov",
@@ -826,16 +845,30 @@ def test_a_function_is_called_when_numbers_change():
     assert calls[made:] == [{"lr": 0.2, "betas": (0.9, 0.99), "nesterov": False}]
 
 
+def test_a_default_that_is_a_tensor():
+    """The function is given the group's tensor, whose methods it may need."""
+    model, plain = model_of(), model_of()
+    tx = lambda lr: fl.adamw8bit(lr.detach())  # noqa: E731
+    optimizer = Optimizer(model.named_parameters(), tx, {"lr": torch.tensor(0.1)}, backend="eager")
+    params, state = numbers(plain), None
+    for seed, rate in enumerate((0.125, 0.25)):
+        optimizer.param_groups[0]["lr"].fill_(rate)
+        train(model, optimizer, range(seed, seed + 1))
+        params, state = run_pure(fl.adamw8bit(rate), params, gradients(plain, range(seed, seed + 1)), state)
+        assert same(numbers(model), params)
+
+
 def test_a_plain_transformation_reads_no_numbers():
     model = model_of()
     optimizer = Optimizer(model.parameters(), fl.adamw8bit(0.1), backend="eager")
     train(model, optimizer, range(1))
     before = numbers(model), state_of(optimizer)["state"]
-    optimizer.param_groups[0]["lr"] = 0.0
     message = (
         "group 0 has 'lr', which a transformation does not read; give a function tx(**hyperparameters) and defaults"
     )
-    refuses(ValueError, f"Optimizer.step: {message}", optimizer.step)
+    for value in (0.0, 0, torch.tensor(0.0), np.float32(0), (0.0,), [0.0, 0.1]):
+        optimizer.param_groups[0]["lr"] = value
+        refuses(ValueError, f"Optimizer.step: {message}", optimizer.step)
     del optimizer.param_groups[0]["lr"]
     function = Optimizer(model.parameters(), function_of, {"lr": 0.1}, backend="eager")
     refuses(ValueError, LOAD + message, lambda: optimizer.load_state_dict(function.state_dict()))

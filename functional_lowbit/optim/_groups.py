@@ -1,6 +1,7 @@
 """Param groups read: parameters by name, and the transformation that their hyperparameters make."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -66,7 +67,7 @@ def refuse_numbers(speaker: str, groups: Sequence[Mapping[str, Any]], members: S
     """Refuse a hyperparameter that would have no effect."""
     for i in members:
         for name, value in groups[i].items():
-            if name != "params" and isinstance(value, (int, float, tuple, Tensor)) and not isinstance(value, bool):
+            if name != "params" and _has_numbers(value):
                 raise ValueError(
                     f"{speaker}: group {i} has {name!r}, which a transformation does not read; give a function "
                     "tx(**hyperparameters) and defaults"
@@ -74,21 +75,28 @@ def refuse_numbers(speaker: str, groups: Sequence[Mapping[str, Any]], members: S
 
 
 def make_tx(
-    function: Callable[..., Any], defaults: Mapping[str, Any], group: Mapping[str, Any]
+    function: Callable[..., Any], defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], index: int
 ) -> tuple[GradientTransformation, Hypers]:
     """The transformation of a group, and the tensors that it reads its hyperparameters from.
 
     Raises:
         TypeError, ValueError: for a hyperparameter that the transformation refuses, and for a function that makes none.
     """
-    hypers = Hypers(function, defaults, group)
-    function(**{name: group[name] for name in defaults})  # with the numbers themselves, whose ranges are checked
+    hypers = Hypers(function, defaults, groups[index])
+    hypers.read("Optimizer: param_groups", groups, index)
     tx = function(**hypers.values)
     if not _is_transformation(tx):
         raise TypeError(
             f"Optimizer: tx(**hyperparameters) must return a GradientTransformation, got {type(tx).__name__}"
         )
     return tx, hypers
+
+
+def _has_numbers(value: Any) -> bool:
+    """torch.distributed.checkpoint makes lists of tuples."""
+    if isinstance(value, list):
+        return any(map(_has_numbers, value))
+    return isinstance(value, (Real, tuple, Tensor)) and not isinstance(value, bool)  # Real: numpy's numbers too
 
 
 def _is_transformation(x: Any) -> bool:

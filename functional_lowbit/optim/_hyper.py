@@ -22,6 +22,7 @@ class Hypers:
 
     def __init__(self, function: Callable[..., Any], defaults: Mapping[str, Any], group: Mapping[str, Any]):
         self.function = function
+        self.defaults = dict(defaults)
         self.values: dict[str, Any] = {name: _place(value, group[name]) for name, value in defaults.items()}
         # float64[], or a tuple of them; what is no number, as given
         self.accepted: list[float] | None = None  # the numbers that `function` was last called with
@@ -29,8 +30,8 @@ class Hypers:
     def read(self, where: str, groups: Sequence[Mapping[str, Any]], index: int) -> list[tuple[Tensor, float]]:
         """The group's numbers, each with the tensor that it is for. Nothing is written to the tensors.
 
-        `function` is called again only if a number has changed. A number that is a tensor itself has no range, as in
-        the constructor.
+        `function` is called only if a number has changed: with floats, but with the group's tensor where the default is
+        a tensor, whose range is not looked at.
 
         Args:
             where: Who speaks in errors, and what `groups` is called there: "Optimizer.step: param_groups".
@@ -48,14 +49,15 @@ class Hypers:
             what = f"{speaker}: {name} of group {index}"
             if name not in groups[index]:
                 raise ValueError(f"{what} is missing; set {source}[{index}][{name!r}]")
-            value = given[name] = groups[index][name]
+            value, default = groups[index][name], self.defaults[name]
             if isinstance(place, Tensor):
                 found.append((place, _number(what, value)))
+                given[name] = _argument(default, value)
             elif isinstance(place, tuple) and any(isinstance(x, Tensor) for x in place):
                 if not isinstance(value, (tuple, list)) or len(value) != len(place):
                     raise ValueError(f"{what} must be {len(place)} numbers, got {value!r}")
                 found += [(x, _number(what, v)) for x, v in zip(place, value, strict=True)]
-                given[name] = tuple(value)
+                given[name] = tuple(_argument(d, v) for d, v in zip(default, value, strict=True))
             elif value is not place and _as_list(value) != _as_list(place):
                 raise ValueError(
                     f"{what} was {place!r} when the optimizer was made, got {value!r}; only numbers whose default is a "
@@ -80,6 +82,11 @@ def _place(default: Any, value: Any) -> Any:
     if isinstance(default, (tuple, list)) and any(isinstance(x, (float, Tensor)) for x in default):
         return tuple(torch.zeros((), dtype=torch.float64, device="cpu") for _ in default)
     return value
+
+
+def _argument(default: Any, value: Any) -> Any:
+    """What a function is given to check: a number, which has a range, unless a tensor was meant."""
+    return value if isinstance(default, Tensor) or not isinstance(value, Tensor) else float(value)
 
 
 def _as_list(value: Any) -> Any:

@@ -123,7 +123,7 @@ class Optimizer(torch.optim.Optimizer):
             for i in members:
                 self.param_groups[i] = NumberlessGroup(self.param_groups[i])
         else:
-            tx, hypers = make_tx(self._tx, self._numbers, self.param_groups[members[0]])
+            tx, hypers = make_tx(self._tx, self._numbers, self.param_groups, members[0])
         tree = ParamTree(tx, compile(tx, **self._options), params, members, hypers)
         self._trees.append(tree)
         rest = iter(params.items())

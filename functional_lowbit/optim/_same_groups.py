@@ -58,22 +58,32 @@ def check_file(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) ->
     Raises:
         ValueError: for what is missing, and for names that differ.
     """
-    speaker = "Optimizer.load_state_dict"
-    for key in ("state", "param_groups"):
-        if key not in saved:
-            raise ValueError(f"{speaker}: state_dict has no entry {key!r}; it must come from Optimizer.state_dict")
+    _has("state_dict", saved, "state", Mapping)
+    _has("state_dict", saved, "param_groups", Sequence)
     for i, group in enumerate(saved["param_groups"]):
-        if "params" not in group:
-            raise ValueError(
-                f"{speaker}: group {i} of state_dict has no entry 'params'; it must come from Optimizer.state_dict"
-            )
+        _has(f"group {i} of state_dict", group, "params", Sequence)
     for i, (own, other) in enumerate(zip(groups, saved["param_groups"], strict=False)):  # torch compares how many
         if any(isinstance(k, str) for k in other["params"]):
             continue  # set_optimizer_state_dict has brought them in the order of the groups, but not their names
-        for k, (name, there) in enumerate(zip(own.get("param_names", ()), other.get("param_names", ()), strict=False)):
+        names, saved_names = (group.get("param_names") or () for group in (own, other))
+        for k, (name, there) in enumerate(zip(names, saved_names, strict=False)):
             if name != there:
                 raise ValueError(
-                    f"{speaker}: parameter {k} of group {i} is {name!r}, but {there!r} in state_dict; use "
-                    "set_optimizer_state_dict, which goes by name, or delete 'param_names' from the groups of "
+                    f"Optimizer.load_state_dict: parameter {k} of group {i} is {name!r}, but {there!r} in state_dict; "
+                    "use set_optimizer_state_dict, which goes by name, or delete 'param_names' from the groups of "
                     "state_dict to load by position"
                 )
+
+
+def _has(what: str, holder: Any, key: str, kind: type) -> None:
+    """Refuse what has no entry of this name and kind."""
+    if not isinstance(holder, Mapping):
+        problem = f"{what} must be a dict, got {type(holder).__name__}"
+    elif key not in holder:
+        problem = f"{what} has no entry {key!r}"
+    elif not isinstance(holder[key], kind):
+        wanted = "dict" if kind is Mapping else "list"
+        problem = f"entry {key!r} of {what} must be a {wanted}, got {type(holder[key]).__name__}"
+    else:
+        return
+    raise ValueError(f"Optimizer.load_state_dict: {problem}; it must come from Optimizer.state_dict")
