@@ -6,10 +6,12 @@ At any moment one of three is a whole checkpoint: `name`; or, while two renames 
 
 import os
 import shutil
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 METADATA = ".metadata"  # written last, by torch
 
@@ -106,15 +108,20 @@ def metadata(speaker: str, folder: Path) -> Any:
     """The account that torch keeps of the folder, if all files are there and as long as it says.
 
     Raises:
-        ValueError: for a missing or truncated file, by name.
+        ValueError: for a missing or truncated file, by name; for a tensor of which a part is missing.
     """
     try:
         found = FileSystemReader(folder).read_metadata()
         ends: dict[str, int] = {}
         for where in found.storage_data.values():
             ends[where.relative_path] = max(ends.get(where.relative_path, 0), where.offset + where.length)
+        holes = [name for name, entry in found.state_dict_metadata.items() if not _covered(entry)]
     except Exception as error:  # unpickling what was cut short raises almost anything
         raise ValueError(f"{speaker}: cannot read {str(folder / METADATA)!r}, the file is damaged: {error}") from error
+    if holes:
+        raise ValueError(
+            f"{speaker}: the entry {holes[0]!r} of {str(folder)!r} is not whole; a rank did not write its part"
+        )
     for name, end in sorted(ends.items()):
         file = folder / name
         if not file.is_file():
@@ -124,6 +131,13 @@ def metadata(speaker: str, folder: Path) -> Any:
                 f"{speaker}: the file {str(file)!r} is truncated: it has {file.stat().st_size} bytes of {end}"
             )
     return found
+
+
+def _covered(entry: Any) -> bool:
+    """Whether the parts of a tensor, which do not overlap, make up the whole; True for what is no tensor."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return True
+    return sum(prod(part.sizes) for part in entry.chunks) == prod(entry.size)
 
 
 def _sync(folder: Path) -> None:

@@ -1,7 +1,8 @@
 """Checkpoints in the files of torch.distributed.checkpoint: any number of ranks, whole or not there at all."""
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save as save_on_ranks
+from torch.distributed.tensor import DTensor
 
 from functional_lowbit import _checkpoint, _folder, _ranks, _schema, sharding
 from functional_lowbit._safetensors import load_safetensors as load_safetensors, save_safetensors as save_safetensors
 
+_log = logging.getLogger(__name__)
 _writer: list[ThreadPoolExecutor] = []  # one thread, so that all ranks write the checkpoints in one order
 _running: set[Path] = set()  # what async_save has not finished
 
@@ -37,7 +40,7 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
         OSError: where nothing can be written: a read-only folder, a full disk. On all ranks.
         ValueError: if `path` is something else than a checkpoint, or is being written by `async_save`; if ranks give
             different paths, structures or numbers.
-        RuntimeError: if another rank ended.
+        RuntimeError: if another rank ended, or if there is no process group any more for DTensors of several ranks.
         TypeError: for a leaf that cannot be saved.
 
     Example:
@@ -53,13 +56,14 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     speaker, target = "checkpoint.save", _folder.real(path)
     flat = _ranks.together(speaker, lambda: _flat(speaker, target, tree))
     _same_on_all(speaker, target, flat)
-    _write(speaker, target, flat, None)
+    _write(speaker, target, flat, None, _ranks.here())
 
 
 def async_save(path: str | os.PathLike[str], tree: Any) -> "Future[None]":
     """As `save`, in a thread. The tree is copied before this returns, so that training may go on at once.
 
-    Every rank must call this. Several calls are written one after the other.
+    Every rank must call this. Several calls are written one after the other. The process group must be there until the
+    result is; what fails is also logged, as a warning of the logger `functional_lowbit.checkpoint`.
 
     Args:
         path: As in `save`.
@@ -90,7 +94,10 @@ def async_save(path: str | os.PathLike[str], tree: Any) -> "Future[None]":
 
     def write() -> None:
         try:
-            _write(speaker, target, flat, group)
+            _write(speaker, target, flat, group, group is not None)
+        except Exception as error:
+            _log.warning("%s", error)  # the future tells only who asks
+            raise
         finally:
             _running.discard(target)
 
@@ -166,11 +173,14 @@ def _same_on_all(speaker: str, target: Path, flat: Mapping[str, Any]) -> None:
     _ranks.same(speaker, "a number in the tree", {name: x for name, x in flat.items() if not isinstance(x, Tensor)})
 
 
-def _write(speaker: str, target: Path, flat: dict[str, Any], group: Any) -> None:
-    _ranks.together(speaker, lambda: _folder.prepare(speaker, target) if _ranks.first() else None, group)
+def _write(speaker: str, target: Path, flat: dict[str, Any], group: Any, on_ranks: bool) -> None:
+    """Write the files and put them in place; `on_ranks` is whether there were ranks when the caller asked."""
+    if not on_ranks and any(map(_on_several, flat.values())):
+        raise _no_group(speaker, target)
+    _on_first(speaker, target, group, on_ranks, _folder.prepare)
     writer = _Writer(_folder.partial(target))
     try:
-        if _ranks.here():
+        if on_ranks:
             save_on_ranks(flat, storage_writer=writer, process_group=group)
         else:
             _write_alone(flat, writer)
@@ -180,12 +190,32 @@ def _write(speaker: str, target: Path, flat: dict[str, Any], group: Any) -> None
         rank, (error, _) = next(iter(failed.failures.items()))
         raise _cannot_write(speaker, target, error, f" on rank {rank}") from failed
     except Exception as error:
-        if _ranks.here():
+        if on_ranks and not _ranks.here():
+            raise _no_group(speaker, target) from error
+        if on_ranks:
             text = f"{speaker}: another rank ended, or did not come, while {str(target)!r} was written: {error}"
             raise RuntimeError(text) from error
         _folder.discard(target)
         raise _cannot_write(speaker, target, error, "") from error
-    _ranks.together(speaker, lambda: _folder.put_in_place(speaker, target) if _ranks.first() else None, group)
+    _on_first(speaker, target, group, on_ranks, _folder.put_in_place)
+
+
+def _on_first(speaker: str, target: Path, group: Any, on_ranks: bool, action: Callable[[str, Path], None]) -> None:
+    """What one rank does for all. Without their group each rank would take itself for the first."""
+    if on_ranks and not _ranks.here():
+        raise _no_group(speaker, target)
+    _ranks.together(speaker, lambda: action(speaker, target) if _ranks.first() else None, group)
+
+
+def _no_group(speaker: str, target: Path) -> RuntimeError:
+    return RuntimeError(
+        f"{speaker}: {str(target)!r} was not written, its ranks have no process group any more; destroy it when the "
+        "checkpoint is in place"
+    )
+
+
+def _on_several(x: Any) -> bool:
+    return isinstance(x, DTensor) and x.device_mesh.size() > 1
 
 
 class _Writer(FileSystemWriter):

@@ -1,6 +1,7 @@
 """checkpoint.save and load in one process: what is read is what was written, and no damage goes unnoticed."""
 
 import json
+import pickle
 import resource
 import subprocess
 import sys
@@ -167,11 +168,14 @@ def test_async_save_is_of_the_moment(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["a", "b"]
 
 
-def test_async_save_fails_in_its_future(tmp_path: Path) -> None:
+def test_async_save_fails_in_its_future(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     failed = fl.checkpoint.async_save(tmp_path / "file" / "x", _tree())
-    with pytest.raises(OSError, match=r"^checkpoint.async_save: cannot write at '.*/file/x': \[Errno 20\] "):
+    with pytest.raises(OSError, match=r"^checkpoint.async_save: cannot write at '.*/file/x': \[Errno 20\] ") as caught:
         failed.result()
+    assert [(x.name, x.levelname, x.getMessage()) for x in caplog.records] == [
+        ("functional_lowbit.checkpoint", "WARNING", str(caught.value))  # which also tells who asks no future
+    ]
     refuses(
         TypeError,
         "state_dict: leaf 'x' must be a tensor, a bool, a number or a string, got object",
@@ -331,6 +335,18 @@ def test_damaged_files(tmp_path: Path) -> None:
     message = f"checkpoint.save: '{path}' must be a checkpoint or nothing yet; move away what is there"
     refuses(ValueError, message, lambda: fl.checkpoint.save(path, fresh))  # nor is anything overwritten
     assert same(fresh, before)
+
+
+def test_a_part_that_no_rank_wrote(tmp_path: Path) -> None:
+    """The files are as long as the metadata say, but these say nothing of the second half of a tensor."""
+    path = tmp_path / "a"
+    fl.checkpoint.save(path, _tree())
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    part = metadata.state_dict_metadata["params.w"].chunks[0]
+    part.sizes = torch.Size([32, 64])
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    message = f"checkpoint.load: the entry 'params.w' of '{path}' is not whole; a rank did not write its part"
+    refuses(ValueError, message, lambda: fl.checkpoint.load(path, _tree(steps=0)))
 
 
 def test_killed_between_the_two_renames(tmp_path: Path) -> None:

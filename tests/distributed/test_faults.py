@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import world as w
 from whole import bits
 from world import World
@@ -98,6 +99,43 @@ def refused_load(where: str) -> Any:
     text = text_of(lambda: fl.checkpoint.load(where, tree))
     assert bits(tree) == before
     return text
+
+
+def save_without_a_group(where: str, asynchronous: bool) -> str:
+    """The process group is destroyed before a save, or while it waits for its turn."""
+    tree = tree_of(2)
+    if asynchronous:
+        started = threading.Event()
+        fl.checkpoint.async_save(where + "-first", {"n": 1}).result()
+        fl.checkpoint._writer[0].submit(started.wait)
+        saving = fl.checkpoint.async_save(where, tree)
+        dist.destroy_process_group()
+        started.set()
+        return text_of(saving.result)
+    dist.destroy_process_group()
+    return text_of(lambda: fl.checkpoint.save(where, tree))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async_save"])
+def test_no_process_group_any_more(place: Path, asynchronous: bool) -> None:
+    """No rank takes itself for the only one: what it wrote would lack the others' parts."""
+    where = str(place / f"destroyed-{asynchronous}")
+    world = World(2, place)
+    try:
+        saved = world.run(save, where, 1)
+        texts = world.run(save_without_a_group, where, asynchronous)
+    finally:
+        world.close(at_once=True)
+    for text in texts:
+        assert text == (
+            f"RuntimeError: checkpoint.{'async_save' if asynchronous else 'save'}: '{where}' was not written, its "
+            "ranks have no process group any more; destroy it when the checkpoint is in place"
+        )
+    again = World(2, place)
+    try:
+        assert again.run(load, where) == saved
+    finally:
+        again.close()
 
 
 @two
