@@ -4,6 +4,7 @@ At any moment one of three is a whole checkpoint: `name`; or, while two renames 
 `find` then takes. `name.partial` is never read.
 """
 
+import hashlib
 import os
 import shutil
 from math import prod
@@ -102,6 +103,16 @@ def find(speaker: str, path: Path) -> Path:
         return previous(path)
     hint = f"; {partial(path).name!r} beside it is what an interrupted save left, and not complete" if left else ""
     raise FileNotFoundError(f"{speaker}: there is no checkpoint at {str(path)!r}{hint}")
+
+
+def identity(path: Path) -> tuple[str, str] | None:
+    """Which checkpoint is found, and where; None if none. Each save writes a uuid of its own into the metadata."""
+    for folder in (path, previous(path)):
+        try:
+            return folder.name, hashlib.sha256((folder / METADATA).read_bytes()).hexdigest()
+        except OSError:
+            continue
+    return None
 
 
 def metadata(speaker: str, folder: Path) -> Any:

@@ -122,7 +122,8 @@ def load(path: str | os.PathLike[str], tree: Any, *, convert: bool = False) -> A
     Raises:
         FileNotFoundError: if there is no checkpoint; another OSError for a place that cannot be looked at.
         ValueError: for a checkpoint that is incomplete, damaged, newer than this library, or of another tree; the text
-            names the file or the leaf. On all ranks.
+            names the file or the leaf. For one that is replaced again and again while it is read; if ranks give
+            different paths. On all ranks.
         RuntimeError: if another rank ended.
 
     Example:
@@ -135,7 +136,25 @@ def load(path: str | os.PathLike[str], tree: Any, *, convert: bool = False) -> A
         ValueError: checkpoint.load: leaf 'w' was saved with shape [2], but the state has [3]
     """
     speaker, target = "checkpoint.load", _folder.real(path)
+    _ranks.same(speaker, "path", str(target))
+    for _ in range(2):
+        before, loaded, error = _folder.identity(target), None, None
+        try:
+            loaded = _load(speaker, target, tree, convert)
+        except Exception as raised:  # on all ranks
+            error = raised
+        found = _ranks.of_all(speaker, (before, _folder.identity(target)))
+        if error is not None and all(first == last for first, last in found):
+            raise error
+        if error is None and len({x for pair in found for x in pair}) == 1:  # every rank read this one, and no other
+            return loaded
+    raise ValueError(
+        f"{speaker}: {str(target)!r} was replaced while it was read, twice, or is another one on another rank; load it "
+        "when nothing is saved there, from a disk that all ranks see"
+    )
 
+
+def _load(speaker: str, target: Path, tree: Any, convert: bool) -> Any:
     def look() -> Any:
         folder = _folder.find(speaker, target)
         metadata = _folder.metadata(speaker, folder)

@@ -349,6 +349,29 @@ def test_a_part_that_no_rank_wrote(tmp_path: Path) -> None:
     refuses(ValueError, message, lambda: fl.checkpoint.load(path, _tree(steps=0)))
 
 
+def test_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that saves between the look at a checkpoint and the reading of its numbers: no mixture of two is loaded."""
+    path, read, waiting = tmp_path / "a", fl.checkpoint._read, []
+
+    def later(speaker: str, folder: Path, metadata: Any, wanted: dict[str, Any]) -> Any:
+        if "w" in wanted and waiting:
+            fl.checkpoint.save(path, waiting.pop(0))
+        return read(speaker, folder, metadata, wanted)
+
+    monkeypatch.setattr(fl.checkpoint, "_read", later)
+    one, two, three = ({"w": torch.full((9,), float(n)), "n": n} for n in (1, 2, 3))
+    fl.checkpoint.save(path, one)
+    waiting[:] = [two]
+    assert same(fl.checkpoint.load(path, {"w": torch.zeros(9), "n": 0}), two)
+    waiting[:] = [three, one]
+    message = (
+        f"checkpoint.load: '{path}' was replaced while it was read, twice, or is another one on another rank; load it "
+        "when nothing is saved there, from a disk that all ranks see"
+    )
+    refuses(ValueError, message, lambda: fl.checkpoint.load(path, {"w": torch.zeros(9), "n": 0}))
+    assert not waiting
+
+
 def test_killed_between_the_two_renames(tmp_path: Path) -> None:
     """The disk as it is then: the old one renamed, the new one not yet."""
     path, old, new = tmp_path / "a", _tree(), _tree(steps=3)
