@@ -19,7 +19,8 @@ def state_dict(state: Any) -> dict[str, Any]:
     another mesh, so they are saved as float32 numbers.
 
     Args:
-        state: The state of any transformation, or any tree of tensors, numbers and states.
+        state: The state of any transformation, or any tree of tensors, numbers and states. Numbers and strings of
+            subclasses (numpy's float64, enums) are saved as the bool, int, float or string that they stand for.
 
     Returns:
         Path to tensor or DTensor, for instance `0.mu.layers.0.weight.codes` and `….scales` (or `….values`), `0.step`;
@@ -162,7 +163,7 @@ def _check(speaker: str, name: str, own: Entry, saved: Entry) -> None:
 
 def _entry(x: Any) -> Entry:
     if not isinstance(x, Tensor):
-        return Entry(type(x).__name__)
+        return Entry(type(_schema.plain(x)).__name__)
     spec = ShardSpec.of(x)
     return Entry("tensor", x.dtype, tuple(x.shape), "none (a plain tensor)" if spec is None else spec.placements)
 
@@ -178,7 +179,7 @@ def _part(leaf: Any, ending: str) -> Any:
     """What is saved of a leaf under one ending of its name."""
     if ending == _schema.VALUES:
         return numbers(leaf)
-    return getattr(leaf, ending[1:]) if ending else leaf
+    return getattr(leaf, ending[1:]) if ending else _schema.plain(leaf)
 
 
 def _named_leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,8 @@ from functional_lowbit._version import __version__
 SCHEMA = "schema"  # the one entry of a saved state that belongs to no leaf
 VERSION = 2
 OLDEST = 1  # which is still read
-NUMBERS = {"bool": bool, "int": int, "float": float, "str": str}
+NUMBERS = {"bool": bool, "int": int, "float": float, "str": str}  # bool before int, which it is one of
+SUBCLASSES = {"float64": "float", "str_": "str"}  # numpy's, which were once written under their own names
 OLD_CODES = "codes of version 1"  # whose leaves were cut into blocks by other rules
 VALUES = ".values"  # the part of a leaf whose blocks the mesh cuts: float32 numbers instead of codes
 
@@ -39,11 +40,19 @@ def describe(path: str, leaf: Any) -> dict[str, Any]:
         }
     if isinstance(leaf, Tensor):
         return {"kind": "tensor", "shape": list(leaf.shape), "stored": "values", "parts": {"": _name(leaf.dtype)}}
-    if isinstance(leaf, (bool, int, float, str)):
-        return {"kind": type(leaf).__name__, "parts": {"": type(leaf).__name__}}
+    kind = type(plain(leaf)).__name__
+    if kind in NUMBERS:
+        return {"kind": kind, "parts": {"": kind}}
     raise TypeError(
         f"state_dict: leaf {path!r} must be a tensor, a bool, a number or a string, got {type(leaf).__name__}"
     )
+
+
+def plain(leaf: Any) -> Any:
+    """A number or string of a subclass (numpy's float64, an enum) as what it stands for; all else as it is."""
+    if isinstance(leaf, str):
+        return str.__str__(leaf)  # str() of an enum would be its name
+    return next((kind(leaf) for kind in NUMBERS.values() if isinstance(leaf, kind)), leaf)
 
 
 def write(leaves: dict[str, Any]) -> str:
@@ -77,6 +86,7 @@ def read(speaker: str, text: Any) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{speaker}: the schema must have leaves, got {type(leaves).__name__}; the file is damaged")
     if version == 1:
         leaves = {path: _from_version_1(leaf) for path, leaf in leaves.items()}
+    leaves = {path: _of_plain_kind(leaf) for path, leaf in leaves.items()}
     for path, leaf in leaves.items():
         missing = [key for key in _keys(leaf) if not isinstance(leaf, dict) or key not in leaf]
         if missing:
@@ -89,6 +99,11 @@ def _keys(leaf: Any) -> tuple[str, ...]:
     if kind == "quantized":
         return ("kind", "format", "signed", "block_size", "shape", "stored", "parts")
     return ("kind", "parts") if kind in NUMBERS else ("kind", "shape", "stored", "parts")
+
+
+def _of_plain_kind(leaf: Any) -> Any:
+    kind = SUBCLASSES.get(leaf.get("kind")) if isinstance(leaf, dict) else None
+    return leaf if kind is None else {"kind": kind, "parts": {"": kind}}
 
 
 def _from_version_1(leaf: Any) -> Any:

@@ -189,7 +189,8 @@ def _flat(speaker: str, target: Path, tree: Any) -> dict[str, Any]:
 def _same_on_all(speaker: str, target: Path, flat: Mapping[str, Any]) -> None:
     _ranks.same(speaker, "path", str(target))
     _ranks.same(speaker, "the tree's structure", flat[_schema.SCHEMA])
-    _ranks.same(speaker, "a number in the tree", {name: x for name, x in flat.items() if not isinstance(x, Tensor)})
+    numbers = {name: repr(x) for name, x in flat.items() if not isinstance(x, Tensor)}  # nan is not nan, 'nan' is
+    _ranks.same(speaker, "a number in the tree", numbers)
 
 
 def _write(speaker: str, target: Path, flat: dict[str, Any], group: Any, on_ranks: bool) -> None:

@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 import tomllib
+from enum import Enum, IntEnum
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -293,6 +295,51 @@ def test_numbers_and_strings_in_a_users_state():
     loaded = fl.load_state_dict({**state, "step": 0, "t": torch.zeros(2)}, fl.state_dict(state))
     assert loaded == {**state, "t": loaded["t"]}
     assert torch.equal(loaded["t"], torch.ones(2))
+
+
+class Phase(IntEnum):
+    warm_up = 1
+    decay = 2
+
+
+class Mode(str, Enum):  # noqa: UP042 -- a StrEnum has another str()
+    train = "training"
+
+
+SUBCLASSES = [
+    (np.float64(0.1), 0.1),
+    (np.str_("a"), "a"),
+    (Phase.decay, 2),
+    (Mode.train, "training"),
+    (type("Count", (int,), {})(2**70), 2**70),
+    (float("inf"), float("inf")),
+]
+
+
+@pytest.mark.parametrize(("was", "wanted"), SUBCLASSES, ids=lambda x: type(x).__name__)
+def test_numbers_and_strings_of_subclasses(was, wanted, tmp_path):
+    """They are saved as what they stand for, and are read into a tree that has them or has that."""
+    saved = fl.state_dict({"n": was})
+    assert type(saved["n"]) is type(wanted)
+    fl.checkpoint.save(tmp_path / "a", {"n": was})
+    fl.checkpoint.save_safetensors({"n": was}, tmp_path / "b")
+    for own in (was, wanted, type(wanted)()):
+        for loaded in (
+            fl.load_state_dict({"n": own}, saved),
+            fl.load_state_dict({"n": own}, {**saved, "n": was}),
+            fl.checkpoint.load(tmp_path / "a", {"n": own}),
+            fl.checkpoint.load_safetensors({"n": own}, tmp_path / "b"),
+        ):
+            assert type(loaded["n"]) is type(wanted)
+            assert loaded["n"] == wanted
+
+
+@pytest.mark.parametrize(("kind", "was", "wanted"), [("float64", np.float64(0.1), 0.1), ("str_", np.str_("a"), "a")])
+def test_numbers_of_numpy_were_written_under_their_own_names(kind, was, wanted):
+    schema = json.dumps({"version": 2, "library": "0.1.0", "leaves": {"n": {"kind": kind, "parts": {"": kind}}}})
+    loaded = fl.load_state_dict({"n": type(wanted)()}, {"n": was, "schema": schema})["n"]
+    assert type(loaded) is type(wanted)
+    assert loaded == wanted
 
 
 NEVER_CONVERTED = {

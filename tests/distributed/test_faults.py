@@ -1,6 +1,7 @@
 """What goes wrong while a checkpoint is written or read: all ranks are told, none hangs, nothing is lost."""
 
 import json
+import math
 import os
 import resource
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -227,6 +229,16 @@ def test_ranks_that_do_not_save_the_same(world: World, place: Path) -> None:
             )
         ]
     assert not list(place.glob("different*"))
+
+
+def odd_numbers(where: str) -> Any:
+    fl.checkpoint.save(where, {"best": float("nan"), "worst": -math.inf, "rate": np.float64(0.1)})
+    return repr(fl.checkpoint.load(where, {"best": 0.0, "worst": 0.0, "rate": 0.0}))
+
+
+@two
+def test_a_number_that_is_none_is_the_same_on_all_ranks(world: World, place: Path) -> None:
+    assert world.run(odd_numbers, str(place / "nan")) == ["{'best': nan, 'worst': -inf, 'rate': 0.1}"] * 2
 
 
 def load_while_it_is_replaced(where: str) -> Any:
