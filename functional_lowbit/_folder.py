@@ -11,8 +11,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 METADATA = ".metadata"  # written last, by torch
 
@@ -123,17 +124,15 @@ def metadata(speaker: str, folder: Path) -> Any:
     """
     try:
         found = FileSystemReader(folder).read_metadata()
-        ends: dict[str, int] = {}
-        for where in found.storage_data.values():
-            ends[where.relative_path] = max(ends.get(where.relative_path, 0), where.offset + where.length)
-        holes = [name for name, entry in found.state_dict_metadata.items() if not _covered(entry)]
-    except Exception as error:  # unpickling what was cut short raises almost anything
+        ends = sorted(_ends(found).items())
+        holes = [name for name, entry in found.state_dict_metadata.items() if not _covered(name, entry)]
+    except Exception as error:  # unpickling what was cut short or spoilt raises almost anything, and so does the result
         raise ValueError(f"{speaker}: cannot read {str(folder / METADATA)!r}, the file is damaged: {error}") from error
     if holes:
         raise ValueError(
             f"{speaker}: the entry {holes[0]!r} of {str(folder)!r} is not whole; a rank did not write its part"
         )
-    for name, end in sorted(ends.items()):
+    for name, end in ends:
         file = folder / name
         if not file.is_file():
             raise ValueError(f"{speaker}: the file {str(file)!r} of the checkpoint is missing")
@@ -144,10 +143,22 @@ def metadata(speaker: str, folder: Path) -> Any:
     return found
 
 
-def _covered(entry: Any) -> bool:
+def _ends(found: Any) -> dict[str, int]:
+    """How long each file must be."""
+    ends: dict[str, int] = {}
+    for where in found.storage_data.values():
+        ends[where.relative_path] = max(ends.get(where.relative_path, 0), where.offset + where.length)
+    return ends
+
+
+def _covered(name: str, entry: Any) -> bool:
     """Whether the parts of a tensor, which do not overlap, make up the whole; True for what is no tensor."""
-    if not isinstance(entry, TensorStorageMetadata):
+    if not isinstance(name, str) or not isinstance(entry, (TensorStorageMetadata, BytesStorageMetadata)):
+        raise TypeError(f"it says {entry!r} of {name!r}")
+    if isinstance(entry, BytesStorageMetadata):
         return True
+    if not isinstance(entry.properties.dtype, torch.dtype):
+        raise TypeError(f"it says that {name!r} has dtype {entry.properties.dtype!r}")
     return sum(prod(part.sizes) for part in entry.chunks) == prod(entry.size)
 
 

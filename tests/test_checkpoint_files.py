@@ -349,6 +349,25 @@ def test_a_part_that_no_rank_wrote(tmp_path: Path) -> None:
     refuses(ValueError, message, lambda: fl.checkpoint.load(path, _tree(steps=0)))
 
 
+def test_spoilt_metadata(tmp_path: Path) -> None:
+    """They unpickle, but what comes of it lacks something or has another type."""
+    path, file = tmp_path / "a", tmp_path / "a" / ".metadata"
+    fl.checkpoint.save(path, _tree())
+    whole = file.read_bytes()
+    message = rf"^checkpoint.load: cannot read '{file}', the file is damaged: "
+    for was, has in (
+        (b"properties", b"propertiet"),
+        (b"state_dict_metadata", b"state_dict_metadatb"),
+        (b"relative_path", b"relative_pati"),
+        (b"float32", b"strided"),
+        (b"chunks", b"chunkt"),
+    ):
+        assert was in whole
+        file.write_bytes(whole.replace(was, has))
+        with pytest.raises(ValueError, match=message):
+            fl.checkpoint.load(path, _tree(steps=0))
+
+
 def test_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that saves between the look at a checkpoint and the reading of its numbers: no mixture of two is loaded."""
     path, read, waiting = tmp_path / "a", fl.checkpoint._read, []
