@@ -99,7 +99,8 @@ class Entry(NamedTuple):
     kind: str  # "tensor", or the name of a type
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] | None = None
-    sharding: Any = None  # None: any will do
+    sharding: Any = None  # the placements; None: any will do, on any mesh
+    mesh: Any = None  # ranks, nested as the mesh's dimensions are
 
 
 def plan(
@@ -159,13 +160,20 @@ def _check(speaker: str, name: str, own: Entry, saved: Entry) -> None:
     ):
         if a != b and not (what == "sharding" and b is None):
             raise ValueError(f"{speaker}: {name!r} must have {what} {a}, got {b}")
+    if own.mesh != saved.mesh and saved.sharding is not None:
+        raise ValueError(
+            f"{speaker}: {name!r} must be on a mesh of the ranks {own.mesh}, got {saved.mesh}; checkpoint.save and "
+            "load take any mesh"
+        )
 
 
 def _entry(x: Any) -> Entry:
     if not isinstance(x, Tensor):
         return Entry(type(_schema.plain(x)).__name__)
     spec = ShardSpec.of(x)
-    return Entry("tensor", x.dtype, tuple(x.shape), "none (a plain tensor)" if spec is None else spec.placements)
+    if spec is None:
+        return Entry("tensor", x.dtype, tuple(x.shape), "none (a plain tensor)")
+    return Entry("tensor", x.dtype, tuple(x.shape), spec.placements, spec.mesh.mesh.tolist())
 
 
 def _moved(saved: Any, device: torch.device | None) -> Any:
