@@ -22,7 +22,7 @@ from functional_lowbit._safetensors import load_safetensors as load_safetensors,
 
 _log = logging.getLogger(__name__)
 _writer: list[ThreadPoolExecutor] = []  # one thread, so that all ranks write the checkpoints in one order
-_running: set[Path] = set()  # what async_save has not finished
+_running: dict[Path, object] = {}  # the call that writes each path
 
 
 def save(path: str | os.PathLike[str], tree: Any) -> None:
@@ -32,14 +32,15 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     process that is killed, or a disk that is full, leaves the older one as it was. The tree is not changed.
 
     Args:
-        path: A folder; made if it is not there, with its parents. What it replaces must be a checkpoint.
+        path: A folder; made if it is not there, with its parents. What it replaces must be a checkpoint, and goes with
+            all that was put into it. One job at a time may write there.
         tree: A tree of tensors, DTensors, states and numbers, for instance `{"params": params, "state": state,
             "extra": {"epoch": 3}}`. Tensors that are no DTensors, and numbers, must be equal on all ranks.
 
     Raises:
         OSError: where nothing can be written: a read-only folder, a full disk. On all ranks.
-        ValueError: if `path` is something else than a checkpoint, or is being written by `async_save`; if ranks give
-            different paths, structures or numbers.
+        ValueError: if `path` is something else than a checkpoint, or is being written by another call or process;
+            if ranks give different paths, structures or numbers.
         RuntimeError: if another rank ended, or if there is no process group any more for DTensors of several ranks.
         TypeError: for a leaf that cannot be saved.
 
@@ -54,9 +55,13 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
         (3, QuantizedTensor(companded8, shape=(64, 64), block_size=256))
     """
     speaker, target = "checkpoint.save", _folder.real(path)
-    flat = _ranks.together(speaker, lambda: _flat(speaker, target, tree))
-    _same_on_all(speaker, target, flat)
-    _write(speaker, target, flat, None, _ranks.here())
+    call = object()
+    try:
+        flat = _ranks.together(speaker, lambda: _flat(speaker, target, tree, call))
+        _same_on_all(speaker, target, flat)
+        _write(speaker, target, flat, None, _ranks.here())
+    finally:
+        _leave(target, call)
 
 
 def async_save(path: str | os.PathLike[str], tree: Any) -> "Future[None]":
@@ -85,12 +90,7 @@ def async_save(path: str | os.PathLike[str], tree: Any) -> "Future[None]":
         {'w': tensor([1., 1.])}
     """
     speaker, target = "checkpoint.async_save", _folder.real(path)
-    flat = _ranks.together(speaker, lambda: _copied(_flat(speaker, target, tree)))
-    _same_on_all(speaker, target, flat)
-    group = _ranks.own_group()
-    if not _writer:
-        _writer.append(ThreadPoolExecutor(1, "functional_lowbit.checkpoint"))
-    _running.add(target)
+    call = object()
 
     def write() -> None:
         try:
@@ -99,9 +99,18 @@ def async_save(path: str | os.PathLike[str], tree: Any) -> "Future[None]":
             _log.warning("%s", error)  # the future tells only who asks
             raise
         finally:
-            _running.discard(target)
+            _leave(target, call)
 
-    return _writer[0].submit(write)
+    try:
+        flat = _ranks.together(speaker, lambda: _copied(_flat(speaker, target, tree, call)))
+        _same_on_all(speaker, target, flat)
+        group = _ranks.own_group()
+        if not _writer:
+            _writer.append(ThreadPoolExecutor(1, "functional_lowbit.checkpoint"))
+        return _writer[0].submit(write)
+    except BaseException:
+        _leave(target, call)
+        raise
 
 
 def load(path: str | os.PathLike[str], tree: Any, *, convert: bool = False) -> Any:
@@ -180,10 +189,27 @@ def _load(speaker: str, target: Path, tree: Any, convert: bool) -> Any:
     return _ranks.together(speaker, read)
 
 
-def _flat(speaker: str, target: Path, tree: Any) -> dict[str, Any]:
-    if target in _running:
-        raise ValueError(f"{speaker}: {str(target)!r} is being written by async_save; wait for its result first")
+def _flat(speaker: str, target: Path, tree: Any, call: object) -> dict[str, Any]:
+    """What is written; from here to `_leave` no other call of this process may write at `target`."""
+    if _running.setdefault(target, call) is not call:
+        raise ValueError(f"{speaker}: {str(target)!r} is being written by another save; wait for its result first")
     return _checkpoint.state_dict(tree)
+
+
+def _leave(target: Path, call: object) -> None:
+    if _running.get(target) is call:
+        _folder.release(target)
+        del _running[target]
+
+
+def _forget() -> None:
+    """A forked child has no thread that writes, and writes nothing yet."""
+    _writer.clear()
+    _running.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def _same_on_all(speaker: str, target: Path, flat: Mapping[str, Any]) -> None:

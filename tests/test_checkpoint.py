@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum, IntEnum
 from math import prod
 from pathlib import Path
@@ -500,6 +501,17 @@ def test_safetensors_convert_and_refuse(tmp_path):
     refuses(FileNotFoundError, message, lambda: fl.checkpoint.load_safetensors(state, missing))
     with pytest.raises(OSError, match=r"^checkpoint.save_safetensors: could not write '/proc/a': "):
         fl.checkpoint.save_safetensors(state, "/proc/a")
+
+
+def test_several_write_one_safetensors_file(tmp_path):
+    """Whoever comes last has the file, whole; none is in another's way."""
+    file = tmp_path / "a.safetensors"
+    states = [{"w": torch.full((100_000,), float(n))} for n in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda k: fl.checkpoint.save_safetensors(states[k % 4], file), range(40)))
+    loaded = fl.checkpoint.load_safetensors(states[0], file)["w"]
+    assert loaded.eq(loaded[0]).all()
+    assert [x.name for x in tmp_path.iterdir()] == ["a.safetensors"]
 
 
 def test_without_safetensors():

@@ -30,6 +30,11 @@ def tree_of(seed: int, rows: int = ROWS) -> dict[str, Any]:
     return {"params": params, "state": fl.adamw8bit(1e-2).init(params), "n": seed}
 
 
+def partial(where: str) -> Path:
+    """Where a checkpoint is written."""
+    return Path(where).with_name(f".{Path(where).name}.checkpoint-partial")
+
+
 def text_of(action: Callable[[], Any]) -> str:
     """What a call says when it fails."""
     try:
@@ -54,7 +59,7 @@ def save_and_die(where: str, victim: int, asynchronous: bool) -> None:
     tree = tree_of(2, 40_000)  # 80 MB, and as much again of state, so that there is a middle
     local = [x.to_local().clone() for x in tree["params"].values()]
     if w.rank() == victim:
-        threading.Thread(target=_die_at, args=(Path(f"{where}.partial/__{victim}_0.distcp"),), daemon=True).start()
+        threading.Thread(target=_die_at, args=(partial(where) / f"__{victim}_0.distcp",), daemon=True).start()
     if asynchronous:
         text = text_of(lambda: fl.checkpoint.async_save(where, tree).result())
     else:
@@ -83,15 +88,15 @@ def test_a_rank_killed_in_the_middle_of_a_save(world: World, place: Path, victim
     )
     assert same
     assert world.run(load, where) == saved  # new processes
-    for refused in world.run(refused_load, where + ".partial"):
+    for refused in world.run(refused_load, str(partial(where))):
         assert refused == (
-            f"ValueError: checkpoint.load: '{where}.partial' is no complete checkpoint: it has no .metadata, which is "
+            f"ValueError: checkpoint.load: '{partial(where)}' is no complete checkpoint: it has no .metadata, which is "
             "written last"
         )
-    assert Path(where + ".partial").exists()
+    assert partial(where).exists()
     after = world.run(save, where, 3)  # the next save tidies up
     assert world.run(load, where) == after
-    assert not Path(where + ".partial").exists()
+    assert not partial(where).exists()
 
 
 def refused_load(where: str) -> Any:
@@ -147,8 +152,8 @@ def test_a_rank_killed_in_the_first_save(world: World, place: Path) -> None:
         world.run(save_and_die, where, 1, False)
     for text in world.run(refused_load, where):
         assert text == (
-            f"FileNotFoundError: checkpoint.load: there is no checkpoint at '{where}'; 'killed-first.partial' beside "
-            "it is what an interrupted save left, and not complete"
+            f"FileNotFoundError: checkpoint.load: there is no checkpoint at '{where}'; "
+            "'.killed-first.checkpoint-partial' beside it is what an interrupted save left, and not complete"
         )
 
 
@@ -295,7 +300,7 @@ def test_ranks_without_a_disk_in_common(world: World, place: Path) -> None:
     """The older checkpoint is not replaced by one that lacks a rank's file."""
     where = str(place / "lost")
     saved = world.run(save, where, 1)
-    file = f"{where}.partial/__1_0.distcp"
+    file = partial(where) / "__1_0.distcp"
     texts = world.run(lost_on_the_way, where)
     assert texts[0] == f"ValueError: checkpoint.save: the file '{file}' of the checkpoint is missing"
     assert texts[1] == texts[0] + " (on rank 0)"
