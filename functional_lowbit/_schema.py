@@ -86,24 +86,48 @@ def read(speaker: str, text: Any) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{speaker}: the schema must have leaves, got {type(leaves).__name__}; the file is damaged")
     if version == 1:
         leaves = {path: _from_version_1(leaf) for path, leaf in leaves.items()}
-    leaves = {path: _of_plain_kind(leaf) for path, leaf in leaves.items()}
-    for path, leaf in leaves.items():
-        missing = [key for key in _keys(leaf) if not isinstance(leaf, dict) or key not in leaf]
-        if missing:
-            raise ValueError(f"{speaker}: the schema's leaf {path!r} must have {missing[0]!r}; the file is damaged")
-    return leaves
+    return {path: _checked(speaker, path, leaf) for path, leaf in leaves.items()}
 
 
-def _keys(leaf: Any) -> tuple[str, ...]:
-    kind = leaf.get("kind") if isinstance(leaf, dict) else None
-    if kind == "quantized":
-        return ("kind", "format", "signed", "block_size", "shape", "stored", "parts")
-    return ("kind", "parts") if kind in NUMBERS else ("kind", "shape", "stored", "parts")
+def _checked(speaker: str, path: str, leaf: Any) -> dict[str, Any]:
+    """A leaf's description, if it says all that is asked of it."""
+    if not isinstance(leaf, dict):
+        raise ValueError(f"{speaker}: the schema's leaf {path!r} must be a dict, got {leaf!r}; the file is damaged")
+    kind = leaf.get("kind")
+    if isinstance(kind, str) and kind in SUBCLASSES:
+        return {"kind": SUBCLASSES[kind], "parts": {"": SUBCLASSES[kind]}}
+    for key in QUANTIZED_KEYS if kind == "quantized" else NUMBER_KEYS if kind in list(NUMBERS) else TENSOR_KEYS:
+        rule, fits = KEYS[key]
+        if key not in leaf:
+            raise ValueError(f"{speaker}: the schema's leaf {path!r} must have {key!r}; the file is damaged")
+        if not fits(leaf[key]):
+            raise ValueError(
+                f"{speaker}: the schema's leaf {path!r} must have {rule} as {key!r}, got {leaf[key]!r}; the file is "
+                "damaged"
+            )
+    return leaf
 
 
-def _of_plain_kind(leaf: Any) -> Any:
-    kind = SUBCLASSES.get(leaf.get("kind")) if isinstance(leaf, dict) else None
-    return leaf if kind is None else {"kind": kind, "parts": {"": kind}}
+def _is_text(x: Any) -> bool:
+    return isinstance(x, str)
+
+
+def _is_size(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
+
+
+KEYS = {  # what each must be
+    "kind": ("a string", _is_text),
+    "format": ("a string", _is_text),
+    "signed": ("a bool", lambda x: isinstance(x, bool)),
+    "block_size": ("a whole number of at least 1", lambda x: _is_size(x) and x > 0),
+    "shape": ("a list of sizes", lambda x: isinstance(x, list) and all(map(_is_size, x))),
+    "stored": ("'codes' or 'values'", lambda x: x in ("codes", "values", OLD_CODES)),
+    "parts": ("names of dtypes by endings", lambda x: isinstance(x, dict) and all(map(_is_text, x.values()))),
+}
+QUANTIZED_KEYS = ("kind", "format", "signed", "block_size", "shape", "stored", "parts")
+TENSOR_KEYS = ("kind", "shape", "stored", "parts")
+NUMBER_KEYS = ("kind", "parts")
 
 
 def _from_version_1(leaf: Any) -> Any:

@@ -176,6 +176,11 @@ def _document(saved: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {**saved, "schema": json.dumps({**json.loads(saved["schema"]), **changes})}
 
 
+def _leaf(saved: dict[str, Any], path: str, **changes: Any) -> dict[str, Any]:
+    leaves = json.loads(saved["schema"])["leaves"]
+    return _document(saved, leaves={**leaves, path: {**leaves[path], **changes}})
+
+
 MISMATCHES = {
     "no schema": (
         lambda s: _without(s, "schema"),
@@ -205,6 +210,44 @@ MISMATCHES = {
     "half a leaf": (
         lambda s: _document(s, leaves={"0.step": {"kind": "tensor", "shape": []}}),
         "the schema's leaf '0.step' must have 'stored'; the file is damaged",
+    ),
+    "a leaf that is none": (
+        lambda s: _document(s, leaves={"0.step": 3}),
+        "the schema's leaf '0.step' must be a dict, got 3; the file is damaged",
+    ),
+    "a kind that is none": (
+        lambda s: _leaf(s, "0.step", kind=[]),
+        "the schema's leaf '0.step' must have a string as 'kind', got []; the file is damaged",
+    ),
+    "no format": (
+        lambda s: _leaf(s, "0.mu.w", format=None),
+        "the schema's leaf '0.mu.w' must have a string as 'format', got None; the file is damaged",
+    ),
+    "no sign": (
+        lambda s: _leaf(s, "0.mu.w", signed="yes"),
+        "the schema's leaf '0.mu.w' must have a bool as 'signed', got 'yes'; the file is damaged",
+    ),
+    "blocks of nothing": (
+        lambda s: _leaf(s, "0.mu.w", block_size=0),
+        "the schema's leaf '0.mu.w' must have a whole number of at least 1 as 'block_size', got 0; the file is damaged",
+    ),
+    "a negative size": (
+        lambda s: _leaf(s, "0.mu.w", shape=[64, -64]),
+        "the schema's leaf '0.mu.w' must have a list of sizes as 'shape', got [64, -64]; the file is damaged",
+    ),
+    "stored otherwise": (
+        lambda s: _leaf(s, "0.mu.w", stored="bits"),
+        "the schema's leaf '0.mu.w' must have 'codes' or 'values' as 'stored', got 'bits'; the file is damaged",
+    ),
+    "parts that are none": (
+        lambda s: _leaf(s, "0.mu.w", parts=[".codes"]),
+        "the schema's leaf '0.mu.w' must have names of dtypes by endings as 'parts', got ['.codes']; the file is "
+        "damaged",
+    ),
+    "a part without a dtype": (
+        lambda s: _leaf(s, "0.mu.w", parts={".codes": None}),
+        "the schema's leaf '0.mu.w' must have names of dtypes by endings as 'parts', got {'.codes': None}; the file is "
+        "damaged",
     ),
     "an entry less": (
         lambda s: _without(s, "0.mu.w.scales"),
