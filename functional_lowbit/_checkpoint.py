@@ -118,8 +118,11 @@ def plan(
     Raises:
         ValueError: for what does not fit.
     """
-    wanted = dict(_named_leaves(state, ""))
-    for path in wanted:
+    wanted: dict[str, Any] = {}
+    for path, leaf in _named_leaves(state, ""):
+        if path in wanted:
+            raise ValueError(f"{speaker}: two leaves of the state have the path {path!r}; rename one")
+        wanted[path] = leaf
         if path not in leaves:
             raise ValueError(f"{speaker}: saved has no leaf {path!r}, which the state has")
     listed = {_schema.SCHEMA}

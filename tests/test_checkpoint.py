@@ -325,6 +325,9 @@ def test_the_file_of_another_model():
 def test_two_leaves_of_one_name():
     state = fl.trace(0.9).init({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
     refuses(ValueError, "state_dict: two leaves have the path 'trace.a.b'; rename one", lambda: fl.state_dict(state))
+    saved = fl.state_dict({"trace": {"a": {"b": torch.ones(1)}}, "step": state.step})
+    message = "load_state_dict: two leaves of the state have the path 'trace.a.b'; rename one"
+    refuses(ValueError, message, lambda: fl.load_state_dict(state, saved))
     state = {"w.codes": torch.ones(1), "w": fl.quantize(torch.ones(2, 3), "companded8")}
     refuses(ValueError, "state_dict: two leaves have the path 'w.codes'; rename one", lambda: fl.state_dict(state))
 
