@@ -77,9 +77,9 @@ def _fits(error: Exception, name: str) -> bool:
     return name == "RuntimeError" or (name in KINDS and isinstance(error, KINDS[name]))
 
 
-def first() -> bool:
-    """Whether this is the rank that makes and renames folders."""
-    return not here() or dist.get_rank() == 0
+def number() -> int | None:
+    """This rank's, or None if there are no ranks. Rank 0, or None, makes and renames folders."""
+    return dist.get_rank() if here() else None
 
 
 _gloo: list[Any] = []  # [the world that it was made in, the group]

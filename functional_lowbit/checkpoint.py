@@ -59,7 +59,7 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     try:
         flat = _ranks.together(speaker, lambda: _flat(speaker, target, tree, call))
         _same_on_all(speaker, target, flat)
-        _write(speaker, target, flat, None, _ranks.here())
+        _write(speaker, target, flat, None, _ranks.number())
     finally:
         _leave(target, call)
 
@@ -94,7 +94,7 @@ def async_save(path: str | os.PathLike[str], tree: Any) -> "Future[None]":
 
     def write() -> None:
         try:
-            _write(speaker, target, flat, group, group is not None)
+            _write(speaker, target, flat, group, rank)
         except Exception as error:
             _log.warning("%s", error)  # the future tells only who asks
             raise
@@ -104,7 +104,7 @@ def async_save(path: str | os.PathLike[str], tree: Any) -> "Future[None]":
     try:
         flat = _ranks.together(speaker, lambda: _copied(_flat(speaker, target, tree, call)))
         _same_on_all(speaker, target, flat)
-        group = _ranks.own_group()
+        group, rank = _ranks.own_group(), _ranks.number()
         if not _writer:
             _writer.append(ThreadPoolExecutor(1, "functional_lowbit.checkpoint"))
         return _writer[0].submit(write)
@@ -219,38 +219,38 @@ def _same_on_all(speaker: str, target: Path, flat: Mapping[str, Any]) -> None:
     _ranks.same(speaker, "a number in the tree", numbers)
 
 
-def _write(speaker: str, target: Path, flat: dict[str, Any], group: Any, on_ranks: bool) -> None:
-    """Write the files and put them in place; `on_ranks` is whether there were ranks when the caller asked."""
-    if not on_ranks and any(map(_on_several, flat.values())):
+def _write(speaker: str, target: Path, flat: dict[str, Any], group: Any, rank: int | None) -> None:
+    """Write the files and put them in place; `rank` is what it was when the caller asked, None without ranks."""
+    if rank is None and any(map(_on_several, flat.values())):
         raise _no_group(speaker, target)
-    _on_first(speaker, target, group, on_ranks, _folder.prepare)
+    _on_first(speaker, target, group, rank, _folder.prepare)
     writer = _Writer(_folder.partial(target))
     try:
-        if on_ranks:
+        if rank is not None:
             save_on_ranks(flat, storage_writer=writer, process_group=group)
         else:
             _write_alone(flat, writer)
     except CheckpointException as failed:  # on all ranks
-        if _ranks.first():
+        if not rank:
             _folder.discard(target)
         rank, (error, _) = next(iter(failed.failures.items()))
         raise _cannot_write(speaker, target, error, f" on rank {rank}") from failed
     except Exception as error:
-        if on_ranks and not _ranks.here():
+        if rank is not None and not _ranks.here():
             raise _no_group(speaker, target) from error
-        if on_ranks:
+        if rank is not None:
             text = f"{speaker}: another rank ended, or did not come, while {str(target)!r} was written: {error}"
             raise RuntimeError(text) from error
         _folder.discard(target)
         raise _cannot_write(speaker, target, error, "") from error
-    _on_first(speaker, target, group, on_ranks, _folder.put_in_place)
+    _on_first(speaker, target, group, rank, _folder.put_in_place)
 
 
-def _on_first(speaker: str, target: Path, group: Any, on_ranks: bool, action: Callable[[str, Path], None]) -> None:
-    """What one rank does for all. Without their group each rank would take itself for the first."""
-    if on_ranks and not _ranks.here():
+def _on_first(speaker: str, target: Path, group: Any, rank: int | None, action: Callable[[str, Path], None]) -> None:
+    """What one rank does for all."""
+    if rank is not None and not _ranks.here():
         raise _no_group(speaker, target)
-    _ranks.together(speaker, lambda: action(speaker, target) if _ranks.first() else None, group)
+    _ranks.together(speaker, lambda: None if rank else action(speaker, target), group)
 
 
 def _no_group(speaker: str, target: Path) -> RuntimeError:
