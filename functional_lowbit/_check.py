@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functional_lowbit import _interrupted, _tree
 from functional_lowbit._base import Tree
-from functional_lowbit.sharding import ShardSpec
+from functional_lowbit.sharding import check_shard
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -74,7 +74,7 @@ def params(speaker: str, paths: Sequence[str], leaves: Sequence[Any]) -> None:
                 f"{speaker}: params{_at(path)} must be float16, bfloat16, float32 or float64, got {leaf.dtype}; leave "
                 "it out of the tree or mask it with fl.masked"
             )
-        ShardSpec.of(leaf, f"{speaker}: params{_at(path)}")
+        check_shard(leaf, f"{speaker}: params{_at(path)}")
 
 
 def updates(speaker: str, paths: Sequence[str], leaves: Sequence[Any], like: Sequence[Any]) -> None:
@@ -108,6 +108,7 @@ def updates(speaker: str, paths: Sequence[str], leaves: Sequence[Any], like: Seq
             raise ValueError(
                 f"{speaker}: updates{_at(path)} lies on {u.device_mesh}, but its parameter on {p.device_mesh}"  # type: ignore[attr-defined]
             )
+        check_shard(u, f"{speaker}: updates{_at(path)}", partial=True)
 
 
 def apart(speaker: str, paths: Sequence[str], locals_: Sequence[Tensor]) -> None:
@@ -178,12 +179,25 @@ def moment_shape(speaker: str, field: str, path: str, leaf: Any, value: Any) -> 
             f"{speaker}: state.{field}{_at(path)} is on {device}, but its parameter is on {leaf.device}; make the "
             "state with init(params) after the parameters are moved"
         )
+    sharding(speaker, f"state.{field}{_at(path)}", leaf, value)
+
+
+def sharding(speaker: str, what: str, leaf: Any, value: Any) -> None:
+    """Refuse a part of a state that is sharded unlike its parameter: kernels would read and write behind its end."""
     got, expected = (getattr(x, "placements", None) or "none (a plain tensor)" for x in (value, leaf))
+    if got == expected:
+        got, expected = mesh_of(value), mesh_of(leaf)
     if got != expected:
         raise ValueError(
-            f"{speaker}: state.{field}{_at(path)} has sharding {got}, but its parameter has {expected}; make the state "
-            "with init(params) after the parameters are sharded"
+            f"{speaker}: {what} has sharding {got}, but its parameter has {expected}; make the state with "
+            "init(params) after the parameters are sharded"
         )
+
+
+def mesh_of(x: Any) -> Any:
+    """The mesh of a DTensor or of what is stored of one; None for a plain tensor."""
+    spec = getattr(getattr(x, "layout", None), "spec", None)
+    return spec.mesh if spec is not None else getattr(x, "device_mesh", None)
 
 
 def _at(path: str) -> str:

@@ -25,6 +25,10 @@ def apart(x: Any, written: set[int]) -> Any:
     return copy_leaf(x) if isinstance(x, Tensor) and storages(x) & written else x
 
 
+def _sharding(x: Tensor) -> Any:
+    return getattr(x, "device_mesh", None), getattr(x, "placements", None)
+
+
 def into_old(new: Any, old: Any, written: set[int]) -> Any:
     """Write a new state into the buffers of the old one, if they fit each other."""
     new_leaves, new_def = _tree.flatten(new)
@@ -34,7 +38,8 @@ def into_old(new: Any, old: Any, written: set[int]) -> Any:
     # A new leaf may be another old leaf: a queue moves its entries on by one.
     new_leaves = [n if n is o else apart(n, written) for n, o in zip(new_leaves, old_leaves, strict=True)]
     for n, o in zip(new_leaves, old_leaves, strict=True):
-        if not (isinstance(n, Tensor) and isinstance(o, Tensor) and n.shape == o.shape and n.dtype == o.dtype):
+        fits = isinstance(n, Tensor) and isinstance(o, Tensor) and n.shape == o.shape and n.dtype == o.dtype
+        if not fits or _sharding(n) != _sharding(o):
             return _tree.unflatten(new_def, new_leaves)
     for n, o in zip(new_leaves, old_leaves, strict=True):
         if n is not o:

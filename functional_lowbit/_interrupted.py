@@ -31,6 +31,13 @@ def refuse(speaker: str, state: Any) -> None:
         if isinstance(leaf, Tensor) and leaf in _marked:
             raise RuntimeError(
                 f"{speaker}: an earlier step in place was interrupted ({_marked[leaf]}), so that this state and its "
-                "parameters are partly of the old step and partly of the new one; load both from a checkpoint, into a "
-                "state that init(params) makes"
+                "parameters are partly of the old step and partly of the new one; load both from a checkpoint, the "
+                "state into one that init(params) makes, or with Optimizer.load_state_dict"
             )
+
+
+def forget(state: Any) -> None:
+    """Let the tensors of a state be used again: all of them have been written from a checkpoint."""
+    for leaf in _tree.leaves(state):
+        if isinstance(leaf, Tensor):
+            _marked.pop(leaf, None)

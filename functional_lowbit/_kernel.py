@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_lowbit._rule import Leafwise, check_leaf, record
+from functional_lowbit._rule import Leafwise, check_leaf, check_pair, record
 from functional_lowbit._split import CODE_DTYPES, read_master, step_to, write_master
 from functional_lowbit.formats import Codec
 from functional_lowbit.rounding import bits, stochastic_round
@@ -102,7 +102,7 @@ def make_compute(key: KernelKey, in_place: bool) -> Callable[..., list[Tensor]]:
                     )
             c = c_class(*[scalars[scalar_at + i] for i in range(len(scalar_names))])
             scalar_at += len(scalar_names)
-            u, new = update_leaf(u, state_class(**fields), p32, c)
+            u, new = check_pair(update_leaf, state_class, update_leaf(u, state_class(**fields), p32, c))
             news = [getattr(new, name) for name in names]
             check_leaf(update_leaf, g, u, dict(zip(names, news, strict=True)))
             for gate in gates:

@@ -90,9 +90,7 @@ def lower(update: Any) -> Program:
 
 
 def _lower(update: Any, gates: tuple[int, ...], counter: list[int]) -> Program:
-    if isinstance(update, Leafwise):
-        update.check_declaration()
-    if isinstance(update, Leafwise) and update.elementwise:
+    if isinstance(update, Leafwise) and update.check_declaration() and update.elementwise:
         return Program(update, LeafOp(update, gates))
     if not isinstance(update, Composite):
         return Program(update, OpaqueOp(update))

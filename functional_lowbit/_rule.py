@@ -4,6 +4,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -62,10 +63,14 @@ class Leafwise(Part):
         """Fields of the state that are one value for the whole tree."""
         return [name for name in self.state_class._fields if name not in self.leaf_fields]
 
-    def check_declaration(self) -> None:
-        """Refuse a function that is declared elementwise and is not. It is tried once."""
-        if self.elementwise:
-            check_elementwise(self.name, self.update_leaf, self.state_class, tuple(self.moments))
+    def check_declaration(self) -> bool:
+        """Refuse a function that is declared elementwise and is not. It is tried once; False if that was not possible.
+
+        Then it is watched where it runs, and not fused.
+        """
+        return not self.elementwise or check_elementwise(
+            self.name, self.update_leaf, self.state_class, tuple(self.moments)
+        )
 
     def init(self, params: Tree) -> Any:
         """A new state, moments and statistics in float32."""
@@ -76,29 +81,30 @@ class Leafwise(Part):
         leaves, treedef = _tree.flatten(params)
         paths = _tree.names(treedef)
         _check.params(f"{self.name}.init", paths, leaves)
-        fields: dict[str, Any] = {name: self._first(name) for name in self.shared_fields}
-        for name, moment in self.moments.items():
-            kept = []
-            for path, param in zip(paths, leaves, strict=True):
-                kept.append(rest(name, moment, path, param, self._first_value(name, path, param)))
-            fields[name] = _tree.unflatten(treedef, kept)
-        for name, statistic in self.statistics.items():
-            kept = []
-            for path, param in zip(paths, leaves, strict=True):
-                value = self._first_value(name, path, param)
-                kept.append(_statistics.first(f"{self.name}.init", name, path, statistic, param, value))
-            fields[name] = _tree.unflatten(treedef, kept)
-        return self.state_class(**fields)
+        kept: dict[str, list[Any]] = {name: [] for name in self.leaf_fields}
+        for path, param in zip(paths, leaves, strict=True):
+            firsts = self._first_values(path, param)
+            for name, moment in self.moments.items():
+                kept[name].append(rest(name, moment, path, param, firsts.get(name)))
+            for name, statistic in self.statistics.items():
+                first = _statistics.first(f"{self.name}.init", name, path, statistic, param, firsts.get(name))
+                kept[name].append(first)
+        return self.state_class(
+            **{name: self._first(name) for name in self.shared_fields},
+            **{name: _tree.unflatten(treedef, values) for name, values in kept.items()},
+        )
 
     def _first(self, name: str) -> Tensor:
         if name == "step":
-            return torch.zeros((), dtype=torch.int64)
-        return torch.as_tensor(self.init_shared.get(name, 0.0), dtype=torch.float32).clone()
+            return torch.zeros((), dtype=torch.int64, device="cpu")
+        value = self.init_shared.get(name, 0.0)
+        device = value.device if isinstance(value, Tensor) else "cpu"  # whatever the default device
+        return torch.as_tensor(value, dtype=torch.float32, device=device).clone()
 
-    def _first_value(self, name: str, path: str, param: Tensor) -> Callable[[], Tensor] | None:
-        """This rank's part of the first value of a leaf's field; None for zeros."""
+    def _first_values(self, path: str, param: Tensor) -> dict[str, Callable[[], Tensor]]:
+        """This rank's parts of the first values of a leaf's fields; those that are not there are zeros."""
         if self.init_leaf is None:
-            return None
+            return {}
         spec, part = ShardSpec.of(param), local_of(param)
         whole = spec is not None and not self.elementwise and not self.reduces
         if whole:
@@ -109,17 +115,20 @@ class Leafwise(Part):
             first = self.init_leaf(part)
         unknown = next((field for field in first if field not in self.leaf_fields), None)
         if unknown is not None:
-            raise ValueError(f"{self.name}.init: init returned {unknown!r}, which is no moment of the state")
-        if name not in first:
-            return None
-        value = first[name]
-        if whole:
-            assert spec is not None
-            if name in self.statistics:
-                spec = _statistics.spec_of(self.statistics[name], param)[1]
-                assert spec is not None
-            value = value[tuple(map(_slice, spec.local_offset(), spec.local_shape()))]
-        return lambda: value
+            raise ValueError(
+                f"{self.name}.init: init returned {unknown!r}, which is no moment or statistic of the state"
+            )
+        return {name: partial(self._own_part, name, param, value, whole) for name, value in first.items()}
+
+    def _own_part(self, name: str, param: Tensor, value: Tensor, whole: bool) -> Tensor:
+        """This rank's part of a first value; of a whole one it is cut out."""
+        if not whole:
+            return value
+        spec = ShardSpec.of(param)
+        if name in self.statistics:
+            spec = _statistics.spec_of(self.statistics[name], param)[1]
+        assert spec is not None
+        return value[tuple(map(_slice, spec.local_offset(), spec.local_shape()))]
 
     def hyper(self, state: Any) -> Any:
         """The hyperparameters at this step: a namedtuple of float64[].
@@ -145,7 +154,7 @@ class Leafwise(Part):
             derived.update(self.scalars(state._replace(**dict.fromkeys(self.leaf_fields)), h))
         if self.prepare is not None:
             derived.update(self.prepare(updates, state, params, h))
-        derived = {name: torch.as_tensor(value, dtype=_dtype(value)) for name, value in derived.items()}
+        derived = {name: torch.as_tensor(_plain(value), dtype=_dtype(value)) for name, value in derived.items()}
         new_state = {
             name: derived[name].to(getattr(state, name).dtype) for name in self.shared_fields if name in derived
         }
@@ -163,7 +172,8 @@ class Leafwise(Part):
         """Call the leaf function: (update, new moments and statistics)."""
         blank = dict.fromkeys(self.state_class._fields)
         c = record(tuple(scalars))(*scalars.values())
-        update, new = self.update_leaf(g, self.state_class(**{**blank, **fields}), p, c)
+        result = self.update_leaf(g, self.state_class(**{**blank, **fields}), p, c)
+        update, new = check_pair(self.update_leaf, self.state_class, result)
         news = {name: getattr(new, name) for name in self.leaf_fields}
         check_leaf(self.update_leaf, g, update, {name: news[name] for name in self.moments})
         for name in self.statistics:
@@ -181,8 +191,8 @@ class Leafwise(Part):
         paths = _tree.names(treedef)
         us = _check.same_structure(speaker, "updates", treedef, updates)
         _check.updates(speaker, paths, us, leaves)
+        us = [None if u is None else as_sharded(u, like)[0] for u, like in zip(us, leaves, strict=True)]
         if params is not None:
-            us = [None if u is None else as_sharded(u, p)[0] for u, p in zip(us, leaves, strict=True)]
             updates = _tree.unflatten(treedef, us)
         if params is None and self.needs_params:
             raise ValueError(f"{speaker}: params are needed; call update(updates, state, params)")
@@ -242,19 +252,44 @@ class Leafwise(Part):
             # As whole sharded leaves are, so that what an operation makes of strides is the same.
             g, p, fields = g.contiguous(), None if p is None else p.contiguous(), [x.contiguous() for x in fields]
         named = dict(zip(task.fields, fields, strict=True))
-        if not self.reduces:
-            return task.wrapped(*self.leaf(g, named, p, scalars))
+        given = [x for x in (g, p, *fields) if type(x) in (Tensor, nn.Parameter) and not x.is_inference()]
+        versions = [x._version for x in given]
+        result = self._watched_leaf(speaker, task, g, named, p, scalars)
+        if can_watch() and versions != [x._version for x in given]:
+            raise ValueError(
+                f"{speaker}: the leaf function {name_of(self.update_leaf)} writes into one of its arguments at "
+                f"{task.path!r}; it must be pure: clone what it writes to"
+            )
+        return task.wrapped(*result)
+
+    def _watched_leaf(self, speaker: str, task: Task, g: Tensor, named: Any, p: Tensor | None, scalars: Any) -> Any:
+        """The leaf function's results; it is watched if it may not combine elements by itself."""
+        if not self.elementwise and not self.reduces:
+            return self.leaf(g, named, p, scalars)
         shape = tuple(g.shape)
         # Watched once for each shape: a function may do other things for other shapes, but hardly at other times.
-        guard = Guard() if shape not in self._watched and can_watch() else None
+        # In inference mode operations are not taken apart, and most could not be told from a mixture.
+        is_seen = can_watch() and not torch.is_inference_mode_enabled()
+        guard = Guard() if is_seen and shape not in self._watched else None
         with (
-            _current.inside(_current.Leaf(task.path, shape, task.spec, guard)),
+            _current.inside(_current.Leaf(task.path, shape, task.spec, guard) if self.reduces else None),
             watched(guard, speaker, self.update_leaf, task.path),
         ):
-            update, new = self.leaf(g, named, p, scalars)
+            result = self.leaf(g, named, p, scalars)
         if guard is not None:
             self._watched.add(shape)
-        return task.wrapped(update, new)
+        return result
+
+
+def check_pair(function: Callable[..., Any], state_class: Any, result: Any) -> tuple[Any, Any]:
+    """Refuse what a leaf function returned if it is not an update and a state."""
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], state_class):
+        return result
+    kinds = [type(x).__name__ for x in result] if isinstance(result, tuple) else type(result).__name__
+    raise TypeError(
+        f"leafwise: {name_of(function)} must return (update, state), with a state of class {state_class.__name__}, got "
+        f"{kinds}"
+    )
 
 
 def check_leaf(
@@ -292,6 +327,11 @@ def _constant(cache: dict[str, Tensor], name: str, value: Any, dtype: torch.dtyp
             return made
         cache[name] = made
     return cache[name]
+
+
+def _plain(value: Any) -> Any:
+    """A number of the whole tree. torch's norm of a DTensor is a DTensor, which has no address for a kernel."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def _dtype(value: Any) -> torch.dtype:

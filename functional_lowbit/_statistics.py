@@ -51,6 +51,8 @@ def check(speaker: str, field: str, path: str, statistic: Statistic, leaf: Tenso
         of = ShardSpec.of(value)
         dtype = str(value.dtype).removeprefix("torch.")
         got = f"{dtype} of shape {tuple(value.shape)}" + ("" if of is None else f", sharded {of.placements}")
+    if got == expected and spec is not None and spec.mesh != ShardSpec.of(value).mesh:  # type: ignore[union-attr]
+        got, expected = f"{got} on {ShardSpec.of(value).mesh}", f"{expected} on {spec.mesh}"  # type: ignore[union-attr]
     if got != expected:
         raise ValueError(
             f"{speaker}: state.{field}[{path!r}] must be a statistic, {expected}, got {got}; make the state with "

@@ -11,6 +11,7 @@ the leaf, which has the same bits on every mesh that keeps rows.
 """
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -118,7 +119,9 @@ def _reduce(name: str, x: Tensor, dim: Dims, keepdim: bool, function: Callable[.
         if dim is None and function is _euclidean:
             result = _norm.global_norm(sharding.wrap(local, spec)).to(local.device)
         else:
-            of = (_once(local, dims), dims, spec) if x.ndim else (local.reshape(1), (0,), None)
+            # torch gives empty tensors strides of 0 too, so narrow only where no rank's part is empty: all do the same.
+            once = spec is None or all(map(prod, spec.local_shapes()))
+            of = (_once(local, dims) if once else local, dims, spec) if x.ndim else (local.reshape(1), (0,), None)
             result = function(*of)  # float32, reduced dimensions kept
             result = result.reshape(()) if dim is None else result.expand(_left(local, dims))
         if dim is None:
@@ -189,9 +192,9 @@ def _max(x: Tensor, dims: tuple[int, ...], spec: sharding.ShardSpec | None) -> T
     else:
         largest = x.amax(dims, keepdim=True)
     if spec is None:
-        return largest
+        return largest + 0.0  # of -0.0 and 0.0 either may be found first
     # A collective need not pass NaN on, so it goes beside the number.
     is_nan = largest.isnan()
     both = torch.stack([torch.where(is_nan, float("inf"), largest), is_nan.float()])
     largest, is_nan = _collectives.all_reduce(both, spec, dims, largest=True)
-    return torch.where(is_nan > 0, float("nan"), largest)
+    return torch.where(is_nan > 0, float("nan"), largest) + 0.0

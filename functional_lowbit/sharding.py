@@ -1,6 +1,6 @@
 """DTensor in, DTensor out: local shards for the arithmetic, and the way back from the global shape and stride.
 
-All that knows of `torch.distributed` is in this module (and in the checkpoint's).
+What knows of DTensors is in this module; messages between ranks are in `_collectives`, files in `checkpoint`.
 """
 
 from collections.abc import Sequence
@@ -214,6 +214,27 @@ def local_of(x: Tensor) -> Tensor:
         if hasattr(x, "wait"):  # an AsyncCollectiveTensor, whose communication may not have ended
             x = x.wait()  # type: ignore[operator]
     return x.detach() if x.requires_grad or type(x) is not Tensor else x
+
+
+def check_shard(x: Tensor, speaker: str, partial: bool = False) -> None:
+    """Refuse a DTensor whose shard on this rank is not the one that its placements say: kernels rely on it.
+
+    Args:
+        x: Any tensor.
+        speaker: Who speaks in the error, and of which leaf.
+        partial: Whether one that waits for a sum is let through; it is moved to its parameter's placements later.
+
+    Raises:
+        ValueError: for such a DTensor, and for what `ShardSpec.of` refuses.
+    """
+    if not isinstance(x, DTensor) or (partial and any(p.is_partial() for p in x.placements)):
+        return
+    spec, local = ShardSpec.of(x, speaker), local_of(x)
+    if spec is not None and tuple(local.shape) != spec.local_shape():
+        raise ValueError(
+            f"{speaker} has a shard of shape {tuple(local.shape)} on this rank, but {spec.placements} of "
+            f"{spec.shape} give it {spec.local_shape()}"
+        )
 
 
 def part_of(x: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ import functional_lowbit as fl
 
 MESSAGE = (
     "{}: an earlier step in place was interrupted ({}), so that this state and its parameters are partly of the old "
-    "step and partly of the new one; load both from a checkpoint, into a state that init(params) makes"
+    "step and partly of the new one; load both from a checkpoint, the state into one that init(params) makes, or with "
+    "Optimizer.load_state_dict"
 )
 
 
@@ -100,3 +101,32 @@ def test_a_kernel_that_cannot_be_made_is_found_before_another_one_runs():
     with pytest.raises(NotImplementedError):
         step({"a": torch.ones(3), "b": torch.ones(3)}, tx.init(params), params)
     assert same(params, before)
+
+
+def test_an_optimizer_goes_on_once_it_has_loaded_a_checkpoint():
+    def made(fails_at: int) -> Any:
+        model = torch.nn.Linear(64, 128)
+        with torch.no_grad():
+            model.weight.copy_(_params()["w"].T)
+            model.bias.zero_()
+        tx = fl.chain(fl.low_bit(fl.scale_by_adam()), _fails_at(fails_at, RuntimeError("gone")), fl.scale(-0.1))
+        return model, fl.optim.Optimizer(model.named_parameters(), tx, backend="eager")
+
+    def take(model: Any, optimizer: Any, seed: int) -> None:
+        for i, p in enumerate(model.parameters()):
+            p.grad = random_like(p.detach(), seed + i)
+        optimizer.step()
+
+    model, optimizer = made(1)
+    take(model, optimizer, 10)
+    weights, saved = clone(model.state_dict()), clone(optimizer.state_dict()["state"])
+    with pytest.raises(RuntimeError, match="gone"):
+        take(model, optimizer, 20)
+    for call in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(RuntimeError, match=r"an earlier step in place was interrupted \(RuntimeError\)"):
+            call()
+    other, wanted = made(9)
+    for m, o in ((model, optimizer), (other, wanted)):
+        m.load_state_dict(weights)
+        o.load_state_dict({"state": clone(saved), "param_groups": wanted.state_dict()["param_groups"]})
+    assert same(optimizer.state_dict()["state"], wanted.state_dict()["state"])

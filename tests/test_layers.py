@@ -48,7 +48,7 @@ FLOORS = {
     8: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
     | {"transforms._orthogonalize"},
     9: {"_run", "_donate", "_safetensors", "transforms._adam", "transforms._lion"},
-    10: {"_compile", "checkpoint", "optim._entries", "optim._hyper"},
+    10: {"_compile", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"},
     11: {"optim._groups", "optim._param_tree"},
     12: {"optim._optimizer"},
     13: {"optim"},
@@ -182,6 +182,7 @@ WITHOUT_EXAMPLE = (
     "part_of",
     "rounding.Words",
     "rounding.check_key",
+    "sharding.check_shard",
     "sharding.contiguous_stride",
     "sharding.local_of",
     "sharding.wrap",

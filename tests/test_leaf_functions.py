@@ -90,7 +90,9 @@ def test_misspelt_fields_are_refused():
     )
     tx = fl.leafwise(_swaps, state=Two, init=lambda p: {"aa": p})
     refuses(
-        ValueError, "swaps.init: init returned 'aa', which is no moment of the state", lambda: tx.init(torch.ones(2))
+        ValueError,
+        "swaps.init: init returned 'aa', which is no moment or statistic of the state",
+        lambda: tx.init(torch.ones(2)),
     )
 
 

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from helpers import averaged, clone, delayed, random_like, refuses, run_pure, same
@@ -383,6 +384,34 @@ FILES: dict[str, tuple[Callable[[Any], Any], str]] = {
         "'0.step' is 1 for '0.weight' and 7 for '1.bias', but one step updates both; load into an optimizer with the "
         "groups of the saved one",
     ),
+    "no entry state": (
+        lambda saved: {"param_groups": saved["param_groups"]},
+        "state_dict has no entry 'state'; it must come from Optimizer.state_dict",
+    ),
+    "no groups": (
+        lambda saved: {"state": saved["state"]},
+        "state_dict has no entry 'param_groups'; it must come from Optimizer.state_dict",
+    ),
+    "a group without params": (
+        lambda saved: {**saved, "param_groups": [{}]},
+        "group 0 of state_dict has no entry 'params'; it must come from Optimizer.state_dict",
+    ),
+    "a state that is none": (
+        lambda saved: {**saved, "state": None},
+        "entry 'state' of state_dict must be a dict, got NoneType; it must come from Optimizer.state_dict",
+    ),
+    "groups that are none": (
+        lambda saved: {**saved, "param_groups": None},
+        "entry 'param_groups' of state_dict must be a list, got NoneType; it must come from Optimizer.state_dict",
+    ),
+    "a group that is none": (
+        lambda saved: {**saved, "param_groups": [1]},
+        "group 0 of state_dict must be a dict, got int; it must come from Optimizer.state_dict",
+    ),
+    "a number that nothing reads": (
+        lambda saved: {**saved, "param_groups": [{**saved["param_groups"][0], "lr": 0.1}]},
+        "group 0 has 'lr', which a transformation does not read; give a function tx(**hyperparameters) and defaults",
+    ),
     "an unknown parameter": (
         lambda saved: {**saved, "state": {**saved["state"], 9: saved["state"][0]}},
         "state_dict has state of 9, which is in no group",
@@ -449,6 +478,68 @@ def test_torchs_own_file():
     )
 
 
+def test_no_dict():
+    message = LOAD + "state_dict must be a dict, got list"
+    refuses(TypeError, message, lambda: eight_bits().load_state_dict([]))
+
+
+GROUPS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "replaced": (
+        lambda groups: groups[1]["params"].__setitem__(0, nn.Parameter(torch.ones(64, 70))),
+        "parameter '1.weight' was replaced in group 1, or taken out of it; make a new optimizer",
+    ),
+    "taken out": (
+        lambda groups: groups[0]["params"].pop(0),
+        "parameter '0.weight' was replaced in group 0, or taken out of it; make a new optimizer",
+    ),
+    "appended": (
+        lambda groups: groups[1]["params"].append(nn.Parameter(torch.ones(3))),
+        "parameter 2 of group 1, of shape (3,), was put there by hand; take it out and give it to add_param_group",
+    ),
+    "turned": (
+        lambda groups: groups[1]["params"].reverse(),
+        "parameter '1.bias' of group 1 was put at position 0; make a new optimizer",
+    ),
+    "twice": (
+        lambda groups: groups[1]["params"].append(groups[1]["params"][0]),
+        "parameter '1.weight' of group 1 was put at position 2; make a new optimizer",
+    ),
+    "a group more": (
+        lambda groups: groups.append({"params": [nn.Parameter(torch.ones(3))]}),
+        "param_groups has 3 groups, but 2 were given; add one with add_param_group, and make a new optimizer to leave "
+        "one out",
+    ),
+    "a group less": (
+        lambda groups: groups.pop(),
+        "param_groups has 1 groups, but 2 were given; add one with add_param_group, and make a new optimizer to leave "
+        "one out",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ["tx", "function"])
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_changed_by_hand(name, form):
+    """The second group is added later. Nothing is written."""
+    change, message = GROUPS[name]
+    tx, defaults = (fl.adamw8bit(0.1), None) if form == "tx" else (function_of, {"lr": 0.1})
+    model = model_of()
+    optimizer = Optimizer(model[0].named_parameters("0"), tx, defaults, backend="eager")
+    optimizer.add_param_group({"params": list(model[1].named_parameters("1"))})
+    train(model, optimizer, range(1))
+    saved = state_of(optimizer)
+    before = numbers(model), [clone(optimizer.state[p]) for p in list(model.parameters())[:4]]
+    change(optimizer.param_groups)
+    for speaker, act in (
+        ("Optimizer.step", optimizer.step),
+        ("Optimizer.state_dict", optimizer.state_dict),
+        ("Optimizer.load_state_dict", lambda: optimizer.load_state_dict(saved)),
+        ("Optimizer", lambda: copy.deepcopy(optimizer)),
+    ):
+        refuses(ValueError, f"{speaker}: {message}", act)
+    assert same((numbers(model), [clone(optimizer.state[p]) for p in list(model.parameters())[:4]]), before)
+
+
 def test_wrong_arguments():
     p = nn.Parameter(torch.ones(2))
     sgd = fl.sgd(0.1)
@@ -498,7 +589,7 @@ def test_wrong_arguments():
     refuses(ValueError, "optimizer got an empty parameter list", lambda: Optimizer([], sgd))
     refuses(
         ValueError,
-        "scale_by_adam: b1 must be in [0, 1), got 1.5",
+        "Optimizer: group 0: scale_by_adam: b1 must be in [0, 1), got 1.5",
         lambda: Optimizer([p], adamw8bit, {**NUMBERS, "betas": (1.5, 0.9)}),
     )
     refuses(
@@ -661,6 +752,154 @@ def test_wrong_numbers_in_a_group():
     assert same((numbers(model), state_of(optimizer)["state"]), before)
 
 
+def ranged(lr: Any, betas: Any, nesterov: bool) -> Any:
+    return fl.adam8bit(lr, *betas, nesterov=nesterov)
+
+
+RANGED: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "nesterov": False}
+
+
+def two_groups(model: Any, function: Any = ranged) -> Any:
+    return Optimizer([{"params": m.parameters()} for m in model[:2]], function, RANGED, backend="eager")
+
+
+WRONG_NUMBERS: dict[str, tuple[type[Exception], str, Any, str]] = {
+    "a word": (TypeError, "lr", "abc", "lr of group 1 must be a number, got 'abc'"),
+    "not finite": (ValueError, "lr", float("inf"), "lr of group 1 must be finite, got inf"),
+    "out of range": (ValueError, "betas", (0.9, 1.5), "group 1: scale_by_adam: b2 must be in [0, 1), got 1.5"),
+    "out of range, a list": (
+        ValueError,
+        "betas",
+        [-0.1, 0.9],
+        "group 1: scale_by_adam: b1 must be in [0, 1), got -0.1",
+    ),
+    "out of range, a tensor": (
+        ValueError,
+        "betas",
+        (0.9, torch.tensor(1.5)),
+        "group 1: scale_by_adam: b2 must be in [0, 1), got 1.5",
+    ),
+    "another kind": (
+        ValueError,
+        "nesterov",
+        True,
+        "nesterov of group 1 was False when the optimizer was made, got True; only numbers whose default is a float "
+        "can be changed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_NUMBERS)
+def test_wrong_numbers_are_refused_before_anything_is_written(name):
+    """At the step and at load. The numbers of group 0, which are right and others, are not taken either."""
+    kind, key, value, message = WRONG_NUMBERS[name]
+    model = model_of()
+    optimizer = two_groups(model)
+    train(model, optimizer, range(1))
+    before = numbers(model), state_of(optimizer)
+    spoilt = state_of(optimizer)
+    train(model, optimizer, range(1, 2))
+    spoilt["param_groups"][0]["lr"] = 0.5
+    spoilt["param_groups"][1][key] = value
+    after = numbers(model), state_of(optimizer)
+    refuses(kind, LOAD + message, lambda: optimizer.load_state_dict(spoilt))
+    assert same((numbers(model), state_of(optimizer)), after)
+
+    group = optimizer.param_groups[1]
+    kept = optimizer.param_groups[0]["lr"], group[key]
+    optimizer.param_groups[0]["lr"], group[key] = 0.5, value
+    for _ in range(2):  # what was refused is not taken for known
+        refuses(kind, f"Optimizer.step: {message}", optimizer.step)
+    optimizer.param_groups[0]["lr"], group[key] = kept
+    assert same((numbers(model), state_of(optimizer)), after)
+    assert not same(before[0], after[0])
+    train(model, optimizer, range(2, 3))
+    again = model_of()
+    train(again, two_groups(again), range(3))
+    assert same(numbers(model), numbers(again))
+
+
+def test_a_file_without_a_number():
+    """The optimizer's own would stay, silently."""
+    model = model_of()
+    optimizer = two_groups(model)
+    saved = state_of(optimizer)
+    del saved["param_groups"][1]["lr"]
+    message = LOAD + "lr of group 1 is missing; set state_dict['param_groups'][1]['lr']"
+    refuses(ValueError, message, lambda: optimizer.load_state_dict(saved))
+
+
+def test_a_function_is_called_when_numbers_change():
+    """So that constant numbers cost nothing."""
+    calls = []
+    model = model_of()
+    optimizer = two_groups(model, lambda **numbers: calls.append(numbers) or ranged(**numbers))
+    train(model, optimizer, range(1))
+    made = len(calls)
+    train(model, optimizer, range(1, 3))
+    optimizer.param_groups[1]["betas"] = [0.9, 0.99]  # the same numbers
+    train(model, optimizer, range(3, 4))
+    assert len(calls) == made
+    optimizer.param_groups[1]["lr"] = 0.2
+    train(model, optimizer, range(4, 6))
+    assert calls[made:] == [{"lr": 0.2, "betas": (0.9, 0.99), "nesterov": False}]
+
+
+def test_a_default_that_is_a_tensor():
+    """The function is given the group's tensor, whose methods it may need."""
+    model, plain = model_of(), model_of()
+    tx = lambda lr: fl.adamw8bit(lr.detach())  # noqa: E731
+    optimizer = Optimizer(model.named_parameters(), tx, {"lr": torch.tensor(0.1)}, backend="eager")
+    params, state = numbers(plain), None
+    for seed, rate in enumerate((0.125, 0.25)):
+        optimizer.param_groups[0]["lr"].fill_(rate)
+        train(model, optimizer, range(seed, seed + 1))
+        params, state = run_pure(fl.adamw8bit(rate), params, gradients(plain, range(seed, seed + 1)), state)
+        assert same(numbers(model), params)
+
+
+def test_a_plain_transformation_reads_no_numbers():
+    model = model_of()
+    optimizer = Optimizer(model.parameters(), fl.adamw8bit(0.1), backend="eager")
+    train(model, optimizer, range(1))
+    before = numbers(model), state_of(optimizer)["state"]
+    message = (
+        "group 0 has 'lr', which a transformation does not read; give a function tx(**hyperparameters) and defaults"
+    )
+    for value in (0.0, 0, torch.tensor(0.0), np.float32(0), (0.0,), [0.0, 0.1]):
+        optimizer.param_groups[0]["lr"] = value
+        refuses(ValueError, f"Optimizer.step: {message}", optimizer.step)
+    del optimizer.param_groups[0]["lr"]
+    function = Optimizer(model.parameters(), function_of, {"lr": 0.1}, backend="eager")
+    refuses(ValueError, LOAD + message, lambda: optimizer.load_state_dict(function.state_dict()))
+    assert same((numbers(model), state_of(optimizer)["state"]), before)
+    lr_scheduler = torch.optim.lr_scheduler
+    optimizers = optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
+    optimizer.load_state_dict(state_of(optimizer))
+    for o in optimizers:
+        for schedule in (lambda o: lr_scheduler.LambdaLR(o, lambda t: 1.0), lr_scheduler.ReduceLROnPlateau):
+            with pytest.raises(KeyError) as caught:
+                schedule(o)
+            assert caught.value.args == (
+                "Optimizer: a group has no 'lr', since a transformation reads no numbers from it; give a function "
+                "tx(**hyperparameters) and defaults, or give the transformation a schedule",
+            )
+    optimizer.step()
+
+
+def test_a_plateau_changes_the_rate():
+    model, plain = model_of(), model_of()
+    optimizer = Optimizer(model.named_parameters(), adamw8bit, NUMBERS, backend="eager")
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    params, state = numbers(plain), None
+    for seed, rate in enumerate((0.1, 0.1, 0.05)):
+        train(model, optimizer, range(seed, seed + 1))
+        schedule.step(1.0)
+        tx = adamw8bit(**{**NUMBERS, "lr": rate})
+        params, state = run_pure(tx, params, gradients(plain, range(seed, seed + 1)), state)
+        assert same(numbers(model), params)
+
+
 # The rest of torch.optim's behaviour.
 
 
@@ -820,14 +1059,61 @@ def test_two_optimizers_of_one_model():
             assert same(state_of(a), state_of(b))
 
 
+BY_NAME = (
+    "use set_optimizer_state_dict, which goes by name, or delete 'param_names' from the groups of state_dict to load "
+    "by position"
+)
+
+
+@pytest.mark.parametrize("form", ["tx", "function"])
+def test_parameters_in_another_order(form):
+    """Of one shape, so that nothing else would tell. The helpers go by name."""
+
+    def fresh(turned: bool) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        pairs = list(model.named_parameters())
+        tx, defaults = (fl.adamw8bit(0.1), None) if form == "tx" else (function_of, {"lr": 0.1})
+        return model, Optimizer(pairs[::-1] if turned else pairs, tx, defaults, backend="eager")
+
+    model, optimizer = fresh(False)
+    train(model, optimizer, range(2))
+    other, turned = fresh(True)
+    before = state_of(turned)
+    refuses(
+        ValueError,
+        f"{LOAD}parameter 0 of group 0 is '1.bias', but '0.weight' in state_dict; {BY_NAME}",
+        lambda: turned.load_state_dict(optimizer.state_dict()),
+    )
+    assert same(state_of(turned), before)
+    for options in (
+        StateDictOptions(),
+        StateDictOptions(full_state_dict=True),
+        StateDictOptions(flatten_optimizer_state_dict=True),
+    ):
+        other, turned = fresh(True)
+        saved = get_optimizer_state_dict(model, optimizer, options=options)
+        set_optimizer_state_dict(other, turned, saved, options=options)
+        assert turned.param_groups[0]["param_names"][0] == "1.bias"
+        for n, p in model.named_parameters():
+            assert same(clone(turned.state[named(other)[n]]), clone(optimizer.state[p]))
+
+
 def test_names_stay_those_of_the_optimizer():
     """They are the paths that tx sees: where, masks, noise."""
     model = model_of()
     optimizer = Optimizer(model.named_parameters(), fl.adamw8bit(0.1))
     other = Optimizer(model.named_parameters("other"), fl.adamw8bit(0.1))
     unnamed = Optimizer(model.parameters(), fl.adamw8bit(0.1))
-    for o in (other, unnamed):
-        o.load_state_dict(optimizer.state_dict())
+    unnamed.load_state_dict(optimizer.state_dict())
+    saved = optimizer.state_dict()
+    refuses(
+        ValueError,
+        f"{LOAD}parameter 0 of group 0 is 'other.0.weight', but '0.weight' in state_dict; {BY_NAME}",
+        lambda: other.load_state_dict(saved),
+    )
+    del saved["param_groups"][0]["param_names"]
+    other.load_state_dict(saved)
     assert other.param_groups[0]["param_names"][0] == "other.0.weight"
     assert "param_names" not in unnamed.param_groups[0]
 

@@ -23,7 +23,9 @@ def run(code: str, path: str, monkeypatch: pytest.MonkeyPatch) -> dict:
     return vars(module)
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/checkpoints.md", "docs/sharding.md", "docs/torch_optim.md", "docs/transformations.md"])
+@pytest.mark.parametrize(
+    "path", ["README.md", "docs/checkpoints.md", "docs/sharding.md", "docs/torch_optim.md", "docs/transformations.md"]
+)
 def test_the_code_in_the_docs_runs(path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.chdir(tmp_path)  # what it writes
     code = "\n".join(blocks(path))

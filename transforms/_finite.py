@@ -37,9 +37,9 @@ class ApplyIfFinite(Gated):
     def init_state(self, params: Tree, rest: Rest) -> ApplyIfFiniteState:
         """The inner state, and counters at 0."""
         return ApplyIfFiniteState(
-            notfinite_count=torch.zeros((), dtype=torch.int64),
-            last_finite=torch.ones((), dtype=torch.bool),
-            total_notfinite=torch.zeros((), dtype=torch.int64),
+            notfinite_count=torch.zeros((), dtype=torch.int64, device="cpu"),
+            last_finite=torch.ones((), dtype=torch.bool, device="cpu"),
+            total_notfinite=torch.zeros((), dtype=torch.int64, device="cpu"),
             inner_state=init_with(self.inner[0], params, rest),
         )
 

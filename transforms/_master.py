@@ -100,6 +100,8 @@ class MasterWeights(Part):
                 f"{speaker}: state.error[{path!r}] must be {words[0]} for a {p.dtype} parameter, got {words[1]}; the "
                 "state was made for other parameters or another number of bits"
             )
+        if isinstance(codes, Tensor):
+            _check.sharding(speaker, f"state.error[{path!r}]", p, codes)
         if isinstance(codes, Tensor) and codes.device != p.device:
             raise ValueError(
                 f"{speaker}: state.error[{path!r}] is on {codes.device}, but its parameter is on {p.device}; make the "
@@ -128,7 +130,7 @@ def local_codes(codes: Tensor, p: Tensor) -> Tensor:
 def _rest(codes: Tensor, spec: ShardSpec | None) -> Tensor:
     """This rank's codes as they are kept: int16 as two int8, since neither gloo nor NCCL gathers int16."""
     if codes.dtype == torch.int8:
-        return wrap(codes, spec)
+        return wrap(codes.contiguous(), spec)
     pairs = codes.contiguous().unsqueeze(-1).view(torch.int8)
     return wrap(pairs, None if spec is None else spec.like((*spec.shape, 2)))
 

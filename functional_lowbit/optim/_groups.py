@@ -1,12 +1,23 @@
 """Param groups read: parameters by name, and the transformation that their hyperparameters make."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
 from functional_lowbit._base import GradientTransformation
 from functional_lowbit.optim._hyper import Hypers
+
+
+class NumberlessGroup(dict[str, Any]):
+    """A group of a transformation. Torch's schedulers ask it for `lr`, and are told why there is none."""
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(
+            f"Optimizer: a group has no {key!r}, since a transformation reads no numbers from it; give a function "
+            "tx(**hyperparameters) and defaults, or give the transformation a schedule"
+        )
 
 
 def check_tx(tx: Any, with_defaults: bool) -> None:
@@ -52,33 +63,40 @@ def params_of(groups: Sequence[Mapping[str, Any]], members: Sequence[int], taken
     return params
 
 
-def refuse_numbers(groups: Sequence[Mapping[str, Any]], members: Sequence[int]) -> None:
+def refuse_numbers(speaker: str, groups: Sequence[Mapping[str, Any]], members: Sequence[int]) -> None:
     """Refuse a hyperparameter that would have no effect."""
     for i in members:
         for name, value in groups[i].items():
-            if name != "params" and isinstance(value, (int, float, tuple, Tensor)) and not isinstance(value, bool):
+            if name != "params" and _has_numbers(value):
                 raise ValueError(
-                    f"Optimizer: group {i} has {name!r}, which a transformation does not read; give a function "
+                    f"{speaker}: group {i} has {name!r}, which a transformation does not read; give a function "
                     "tx(**hyperparameters) and defaults"
                 )
 
 
 def make_tx(
-    function: Callable[..., Any], defaults: Mapping[str, Any], group: Mapping[str, Any]
+    function: Callable[..., Any], defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], index: int
 ) -> tuple[GradientTransformation, Hypers]:
     """The transformation of a group, and the tensors that it reads its hyperparameters from.
 
     Raises:
         TypeError, ValueError: for a hyperparameter that the transformation refuses, and for a function that makes none.
     """
-    hypers = Hypers(defaults, group)
-    function(**{name: group[name] for name in defaults})  # with the numbers themselves, whose ranges are checked
+    hypers = Hypers(function, defaults, groups[index])
+    hypers.read("Optimizer: param_groups", groups, index)
     tx = function(**hypers.values)
     if not _is_transformation(tx):
         raise TypeError(
             f"Optimizer: tx(**hyperparameters) must return a GradientTransformation, got {type(tx).__name__}"
         )
     return tx, hypers
+
+
+def _has_numbers(value: Any) -> bool:
+    """torch.distributed.checkpoint makes lists of tuples."""
+    if isinstance(value, list):
+        return any(map(_has_numbers, value))
+    return isinstance(value, (Real, tuple, Tensor)) and not isinstance(value, bool)  # Real: numpy's numbers too
 
 
 def _is_transformation(x: Any) -> bool:

@@ -1,9 +1,10 @@
 """Optimizer: any transformation as a `torch.optim.Optimizer`."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch.optim.optimizer import ParamsT
 from functional_lowbit._base import GradientTransformation
 from functional_lowbit._compile import compile
 from functional_lowbit.optim import _entries
-from functional_lowbit.optim._groups import check_tx, make_tx, params_of, refuse_numbers
+from functional_lowbit.optim._groups import NumberlessGroup, check_tx, make_tx, params_of, refuse_numbers
 from functional_lowbit.optim._param_tree import ParamTree
+from functional_lowbit.optim._same_groups import check_file, check_params
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -88,6 +90,7 @@ class Optimizer(torch.optim.Optimizer):
         self._numbers = None if defaults is None else dict(defaults)
         self._options: dict[str, Any] = {"backend": backend, "rounding": rounding, "key": key}
         self._trees: list[ParamTree] = []
+        self._given: list[dict[str, Tensor]] = []  # of each group, parameter by name
         self._is_complete = False
         super().__init__(params, dict(defaults or {}))
         groups = list(range(len(self.param_groups)))
@@ -115,12 +118,16 @@ class Optimizer(torch.optim.Optimizer):
         taken = {name for tree in self._trees for name in tree.params}
         params = params_of(self.param_groups, members, taken)
         if self._numbers is None:
-            refuse_numbers(self.param_groups, members)
+            refuse_numbers("Optimizer", self.param_groups, members)
             tx, hypers = self._tx, None
+            for i in members:
+                self.param_groups[i] = NumberlessGroup(self.param_groups[i])
         else:
-            tx, hypers = make_tx(self._tx, self._numbers, self.param_groups[members[0]])
+            tx, hypers = make_tx(self._tx, self._numbers, self.param_groups, members[0])
         tree = ParamTree(tx, compile(tx, **self._options), params, members, hypers)
         self._trees.append(tree)
+        rest = iter(params.items())
+        self._given += [dict(islice(rest, len(self.param_groups[i]["params"]))) for i in members]
         self._show(tree)
 
     def _show(self, tree: ParamTree) -> None:
@@ -139,24 +146,40 @@ class Optimizer(torch.optim.Optimizer):
             What the closure returned; None without one.
 
         Raises:
-            TypeError, ValueError: for gradients that do not fit, hyperparameters that are not finite, and parameters
-                that were moved or sharded, or state that was replaced, since the optimizer was made.
+            TypeError, ValueError: for gradients that do not fit, hyperparameters that are not finite, out of their
+                range or read by nothing, and parameters that were moved or sharded, groups whose parameters are
+                others, or state that was replaced, since the optimizer was made.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_params("Optimizer.step", self._given, self.param_groups)
         grads = [tree.check(self.state, alone=len(self._trees) == 1) for tree in self._trees]
-        for tree in self._trees:
-            if tree.hypers is not None:
-                tree.hypers.fill(tree.groups[0], self.param_groups[tree.groups[0]])
+        for place, number in self._read_numbers("Optimizer.step: param_groups", self.param_groups):
+            place.fill_(number)
         for tree, own in zip(self._trees, grads, strict=True):
             if any(g is not None for g in own.values()) and tree.update_(own):
                 self._show(tree)
         return loss
 
+    def _read_numbers(self, where: str, groups: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, float]]:
+        """The numbers of all groups, each with the tensor that it is for. Nothing is written."""
+        found: list[tuple[Tensor, float]] = []
+        for tree in self._trees:
+            if tree.hypers is None:
+                refuse_numbers(where.partition(":")[0], groups, tree.groups)
+            else:
+                found += tree.hypers.read(where, groups, tree.groups[0])
+        return found
+
     def state_dict(self) -> dict[str, Any]:
-        """The state as torch.optim saves it. Nothing is changed; what is not computed is not copied either."""
+        """The state as torch.optim saves it. Nothing is changed; what is not computed is not copied either.
+
+        Raises:
+            ValueError: for groups whose parameters are others than when they were added.
+        """
+        check_params("Optimizer.state_dict", self._given, self.param_groups)
         handle = self.register_state_dict_post_hook(_save_state, prepend=True)
         try:
             return super().state_dict()
@@ -174,9 +197,14 @@ class Optimizer(torch.optim.Optimizer):
                 as in `fl.load_state_dict`.
 
         Raises:
-            ValueError: for other groups, for state that is missing or belongs to no parameter, and for a leaf of
-                another format, block size, shape, dtype or sharding.
+            TypeError, ValueError: for other groups, parameters of other names, hyperparameters that `step` would
+                refuse, state that is missing or belongs to no parameter, and a leaf of another format, block size,
+                shape, dtype or sharding.
         """
+        if not isinstance(state_dict, Mapping):
+            kind = type(state_dict).__name__
+            raise TypeError(f"Optimizer.load_state_dict: state_dict must be a dict, got {kind}")
+        check_params("Optimizer.load_state_dict", self._given, self.param_groups)
         # torch would cast the state to the parameters' dtype. This hook is the last, after the user's.
         handle = self.register_load_state_dict_pre_hook(partial(_hide_state, convert=convert))
         try:
@@ -186,6 +214,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy. As in torch, hooks are left behind."""
+        check_params("Optimizer", self._given, self.param_groups)
         return {
             "defaults": self.defaults,
             "param_groups": self.param_groups,
@@ -202,7 +231,7 @@ class Optimizer(torch.optim.Optimizer):
         saved = {k: v.entries if isinstance(v, _Hidden) else v for k, v in state["state"].items()}
         if "_tx" in state:
             rest = {k: v for k, v in state.items() if k != "_members"}
-            super().__setstate__({**rest, "state": defaultdict(dict), "_trees": [], "_is_complete": True})
+            super().__setstate__({**rest, "state": defaultdict(dict), "_trees": [], "_given": [], "_is_complete": True})
             for members in state["_members"]:
                 self._plant(members)
         self._load(saved, state["param_groups"], any(v.convert for v in hidden))
@@ -217,11 +246,12 @@ class Optimizer(torch.optim.Optimizer):
             if key not in self.state:
                 raise ValueError(f"Optimizer.load_state_dict: state_dict has state of {key!r}, which is in no group")
         new = [tree.checked(saved, convert) for tree in self._trees]
+        self._read_numbers("Optimizer.load_state_dict: state_dict['param_groups']", groups)
         for tree, leaves in zip(self._trees, new, strict=True):
             tree.take_(leaves)
             self._show(tree)
         self.param_groups = [  # names are not loaded: `tx` knows the parameters by their own
-            {**old, **{name: value for name, value in group.items() if name != "param_names"}}
+            type(old)({**old, **{name: value for name, value in group.items() if name != "param_names"}})
             for old, group in zip(self.param_groups, groups, strict=True)
         ]
 
@@ -243,4 +273,5 @@ def _save_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def _hide_state(optimizer: Any, state_dict: dict[str, Any], convert: bool) -> dict[str, Any]:
     """Hide the state from torch, which would cast it."""
+    check_file(optimizer.param_groups, state_dict)
     return {**state_dict, "state": {k: _Hidden(v, convert) for k, v in state_dict["state"].items()}}

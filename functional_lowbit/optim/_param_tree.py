@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from functional_lowbit import _check, _tree
+from functional_lowbit import _check, _interrupted, _tree
 from functional_lowbit._base import GradientTransformation
 from functional_lowbit._compile import Step
 from functional_lowbit.optim import _entries
@@ -129,7 +129,9 @@ class ParamTree:
             leaves = new.get(first if owner is None else owner)
             return leaf if leaves is None else _entries.write_(leaf, leaves[name])
 
-        self.link(_entries.map_leaves(write, self.state, self.params))
+        state = _entries.map_leaves(write, self.state, self.params)
+        _interrupted.forget(state)  # what was not written is of parameters that no step touches
+        self.link(state)
 
 
 def _place(p: Tensor) -> tuple[Any, ...]:

@@ -240,6 +240,45 @@ def test_looking_takes_no_step(world: World) -> None:
     assert world.run(looked_at) == world.run(plain)
 
 
+def turned(where: Path) -> dict[str, bool]:
+    """Whether an optimizer of the same parameters in another order has, by each way, the state by name."""
+    model, optimizer = squares(False)
+    train(model, optimizer, range(SAVED_AT))
+    wanted = by_name(model, optimizer)
+    found = {}
+    for way in ("sharded", "flattened", "whole", "from rank 0"):
+        saved = copy.deepcopy(get(model, optimizer, way)["optimizer"])
+        other, second = squares(True)
+        if not WAYS[way].get("full_state_dict"):
+            dcp.save(saved, checkpoint_id=where / way)
+            saved = get(other, second, way)["optimizer"]
+            dcp.load(saved, checkpoint_id=where / way)
+        elif way == "from rank 0" and w.rank():
+            saved = {}
+        set_optimizer_state_dict(other, second, saved, options=StateDictOptions(**WAYS[way]))
+        found[way] = by_name(other, second) == wanted
+    return found
+
+
+def squares(turn: bool) -> Any:
+    """Parameters of few shapes: nothing but their names tells them apart."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    fully_shard(model, mesh=w.mesh())
+    pairs = list(model.named_parameters())
+    return model, RULES["dynamic4"](pairs[::-1] if turn else pairs)
+
+
+def by_name(model: nn.Module, optimizer: Any) -> Any:
+    return {n: w.fingerprint(dict(optimizer.state[p])) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("world", [2], indirect=True, ids="W={}".format)
+def test_the_helpers_go_by_name(world: World, place: Path) -> None:
+    for found in world.run(turned, place / "optim-turned"):
+        assert found == dict.fromkeys(("sharded", "flattened", "whole", "from rank 0"), True)
+
+
 def norm_layer(seed: int) -> Any:
     """A 1-D leaf in few bits, whose blocks end where a shard ends."""
     torch.manual_seed(seed)

@@ -372,3 +372,24 @@ def test_statistics_rest_beside_the_leaf(world: World, alone: Callable[..., Any]
     for seen, places, _ in world.run(statistics, reduces, ROWS):
         assert places == {"row": "(Shard(dim=0),)", "leaf": "(Replicate(),)"}
         assert seen == plain
+
+
+def empty_on_one_rank(shape: tuple[int, ...], sharded: bool) -> Any:
+    """torch gives results without elements strides of 0, as it does expanded ones: no reason to send less."""
+    x = w.random(shape, 0)
+    cut = (lambda t: w.shard(t, w.mesh(), Shard(1))) if sharded else (lambda t: t)
+    rules = {
+        "factored": fl.scale_by_factored_rms(min_dim_size_to_factor=2),
+        "mean": fl.leafwise(lambda g, s, p, c: (g - fl.reduce.mean(g * g + 1, 1, True), s), reduces=True, name="mean"),
+    }
+    return {n: w.fingerprint({"u": tx.update(cut(x), tx.init(cut(x)), cut(x))[0]}) for n, tx in rules.items()}
+
+
+@pytest.mark.parametrize("world", [4], indirect=True, ids="W={}".format)
+@pytest.mark.parametrize("shape", [(2, 3, 1, 128), (16, 3, 1, 8), (8, 3, 1, 3)], ids=str)
+def test_a_rank_without_elements_sends_what_the_others_send(
+    world: World, alone: Callable[..., Any], shape: Any
+) -> None:
+    plain = alone(empty_on_one_rank, shape, False)
+    for result in world.run(empty_on_one_rank, shape, True):
+        assert result == plain

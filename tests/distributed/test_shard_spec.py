@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import world as w
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -303,6 +303,90 @@ def test_a_state_sharded_unlike_its_parameters_is_refused(world: World) -> None:
             f"{cut}{rest}",
             "other way": f"{start} {cut}, but its parameter has {none}{rest}",
         }
+
+
+def other_ranks_order() -> Any:
+    """Meshes of the same ranks and placements, but in another order, or of another shape: states are not exchanged."""
+    full = w.random((256, 64), 0)
+    meshes = {"4 x 1": w.mesh(4, 1), "2 x 2": w.mesh(2, 2), "turned": DeviceMesh("cpu", [[3, 2], [1, 0]])}
+    on = {n: {"w": w.shard(full, mesh, Shard(0), Replicate())} for n, mesh in meshes.items()}
+    half = {n: {"w": w.shard(full.bfloat16(), mesh, Shard(0), Replicate())} for n, mesh in meshes.items()}
+    adam, adam8, masters = fl.adam(0.1), fl.adamw8bit(0.1), fl.master_weights(fl.sgd(0.1))
+    factored = fl.scale_by_factored_rms(min_dim_size_to_factor=2)
+    seen = {}
+    for n in ("4 x 1", "turned"):
+        seen[n] = [
+            error(fl.compile(adam, backend="native"), on["2 x 2"], adam.init(on[n]), on["2 x 2"]),
+            error(fl.compile(adam8, backend="native"), on["2 x 2"], adam8.init(on[n]), on["2 x 2"]),
+            error(adam.update, on["2 x 2"], adam.init(on[n]), on["2 x 2"]),
+            error(masters.update, half["2 x 2"], masters.init(half[n]), half["2 x 2"]),
+            error(factored.update, on["2 x 2"], factored.init(on[n]), on["2 x 2"]),
+        ]
+    plain = masters.init({"w": full.bfloat16()})
+    return seen, error(fl.compile(masters, backend="native"), half["2 x 2"], plain, half["2 x 2"])
+
+
+@four
+def test_a_state_on_another_mesh_is_refused(world: World) -> None:
+    for seen, plain in world.run(other_ranks_order):
+        for errors in seen.values():
+            for message, field in zip(errors, ("mu", "mu", "mu", "error", "v_row"), strict=True):
+                assert f"state.{field}['w']" in message
+                assert "make the state with init(params) after the parameters are sharded" in message
+        assert plain == (
+            "ValueError: compile(tx): state.error['w'] has sharding none (a plain tensor), but its parameter has "
+            "(Shard(dim=0), Replicate()); make the state with init(params) after the parameters are sharded"
+        )
+
+
+def unlike_chunks() -> Any:
+    """A gradient and a parameter whose shards are not those of torch.chunk: 3 and 4 rows instead of 4 and 3."""
+    full = w.random((7, 64), 0)
+    local = full[:3] if w.rank() == 0 else full[3:]
+    odd = {"w": DTensor.from_local(local, w.mesh(), [Shard(0)], run_check=False, shape=(7, 64), stride=(64, 1))}
+    even = {"w": w.shard(full)}
+    tx = fl.adam(0.1)
+    return {
+        "gradient": error(fl.compile(tx, backend="native"), odd, tx.init(even), even),
+        "pure": error(tx.update, odd, tx.init(even), even),
+        "parameter": error(tx.init, odd),
+    }
+
+
+@two
+def test_shards_that_are_no_chunks_are_refused(world: World) -> None:
+    for rank, errors in enumerate(world.run(unlike_chunks)):
+        got, want = ((3, 64), (4, 64)) if rank == 0 else ((4, 64), (3, 64))
+        rest = f"has a shard of shape {got} on this rank, but (Shard(dim=0),) of (7, 64) give it {want}"
+        assert errors == {
+            "gradient": f"ValueError: compile(tx): updates['w'] {rest}",
+            "pure": f"ValueError: scale_by_adam.update: updates['w'] {rest}",
+            "parameter": f"ValueError: scale_by_adam.init: params['w'] {rest}",
+        }
+
+
+def without_params(x: Tensor) -> Any:
+    """A gradient that rests otherwise than the state, in an update without params; and a pair that moves its state."""
+    mesh = w.mesh(2, 2)
+    tx = fl.trace(0.9)
+    state = tx.init(w.shard(x, mesh, Shard(0), Shard(1)))
+    _, state = tx.update(w.shard(x, mesh, Shard(1), Shard(0)), state)
+
+    def moves(updates: Any, state: Any, params: Any = None) -> Any:
+        return updates, (updates * 2).redistribute(mesh, [Shard(0), Replicate()])
+
+    pair = fl.GradientTransformation(lambda p: (p * 0).redistribute(mesh, [Replicate(), Shard(0)]), moves)
+    p = w.shard(x, mesh, Shard(0), Shard(1))
+    g = w.shard(x, mesh, Shard(0), Shard(1))
+    _, moved = fl.compile(pair, backend="eager")(g, pair.init(p), p)
+    return state.trace.placements, torch.equal(state.trace.full_tensor(), x), torch.equal(moved.full_tensor(), 2 * x)
+
+
+@four
+def test_states_and_gradients_that_rest_otherwise_keep_their_numbers(world: World) -> None:
+    x = w.random((4, 4), 0)
+    for result in world.run(without_params, x):
+        assert result == ((Shard(0), Shard(1)), True, True)
 
 
 def outside() -> Any:

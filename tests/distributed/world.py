@@ -79,6 +79,8 @@ class World:
         for rank, (answer, stack) in enumerate(zip(answers, self._stacks(answers), strict=True)):
             if answer is None:
                 lines.append(f"-- rank {rank} did not answer; its stack:\n{stack}")
+            elif "ended with code -" in str(answer[1]) and not answer[0]:
+                lines.append(f"-- rank {rank}: {answer[1]}; its stack:\n{stack}")
             else:
                 earlier = answers[:rank].index(answer) if answer in answers[:rank] else rank
                 text = "done" if answer[0] else answer[1] if earlier == rank else f"as rank {earlier}"
@@ -127,6 +129,7 @@ def _serve(rank: int, size: int, rendezvous: str, cache: str, pipe: Any, stack: 
     """What a rank does: jobs, until there are no more."""
     with open(stack, "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, stack_file)
+        faulthandler.enable(stack_file)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
         torch.set_num_threads(1)
         _strict_warnings()

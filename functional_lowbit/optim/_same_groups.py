@@ -1,0 +1,89 @@
+"""Param groups that are compared: with those that the optimizer was made of, and with those of a file."""
+
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import Any
+
+from torch import Tensor
+
+
+def check_params(speaker: str, given: Sequence[Mapping[str, Tensor]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse groups that were changed by hand: the optimizer has no state of what is new, and would not step it.
+
+    Args:
+        speaker: Who speaks in errors.
+        given: Of each group, parameter by name, when the group was added.
+        groups: The groups as they are now.
+
+    Raises:
+        ValueError: for groups and parameters that were added, taken out, replaced or moved.
+    """
+    if len(groups) != len(given):
+        raise ValueError(
+            f"{speaker}: param_groups has {len(groups)} groups, but {len(given)} were given; add one with "
+            "add_param_group, and make a new optimizer to leave one out"
+        )
+    for i, (own, group) in enumerate(zip(given, groups, strict=True)):
+        now = group["params"]
+        if len(now) == len(own) and all(map(is_, now, own.values())):
+            continue
+        here = {id(p) for p in now}
+        for name, p in own.items():
+            if id(p) not in here:
+                raise ValueError(
+                    f"{speaker}: parameter {name!r} was replaced in group {i}, or taken out of it; make a new optimizer"
+                )
+        known = {id(p) for p in own.values()}
+        for k, p in enumerate(now):
+            if id(p) not in known:
+                shape = tuple(getattr(p, "shape", ()))
+                raise ValueError(
+                    f"{speaker}: parameter {k} of group {i}, of shape {shape}, was put there by hand; take it out and "
+                    "give it to add_param_group"
+                )
+        names = {id(p): name for name, p in own.items()}
+        k = next((k for k, (p, q) in enumerate(zip(own.values(), now, strict=False)) if p is not q), len(own))
+        raise ValueError(
+            f"{speaker}: parameter {names[id(now[k])]!r} of group {i} was put at position {k}; make a new optimizer"
+        )
+
+
+def check_file(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> None:
+    """Refuse a file without its parts, or of parameters by other names: torch's loading goes by position.
+
+    Args:
+        groups: Of the optimizer.
+        saved: What `load_state_dict` was given, by way of hooks.
+
+    Raises:
+        ValueError: for what is missing, and for names that differ.
+    """
+    _has("state_dict", saved, "state", Mapping)
+    _has("state_dict", saved, "param_groups", Sequence)
+    for i, group in enumerate(saved["param_groups"]):
+        _has(f"group {i} of state_dict", group, "params", Sequence)
+    for i, (own, other) in enumerate(zip(groups, saved["param_groups"], strict=False)):  # torch compares how many
+        if any(isinstance(k, str) for k in other["params"]):
+            continue  # set_optimizer_state_dict has brought them in the order of the groups, but not their names
+        names, saved_names = (group.get("param_names") or () for group in (own, other))
+        for k, (name, there) in enumerate(zip(names, saved_names, strict=False)):
+            if name != there:
+                raise ValueError(
+                    f"Optimizer.load_state_dict: parameter {k} of group {i} is {name!r}, but {there!r} in state_dict; "
+                    "use set_optimizer_state_dict, which goes by name, or delete 'param_names' from the groups of "
+                    "state_dict to load by position"
+                )
+
+
+def _has(what: str, holder: Any, key: str, kind: type) -> None:
+    """Refuse what has no entry of this name and kind."""
+    if not isinstance(holder, Mapping):
+        problem = f"{what} must be a dict, got {type(holder).__name__}"
+    elif key not in holder:
+        problem = f"{what} has no entry {key!r}"
+    elif not isinstance(holder[key], kind):
+        wanted = "dict" if kind is Mapping else "list"
+        problem = f"entry {key!r} of {what} must be a {wanted}, got {type(holder[key]).__name__}"
+    else:
+        return
+    raise ValueError(f"Optimizer.load_state_dict: {problem}; it must come from Optimizer.state_dict")
