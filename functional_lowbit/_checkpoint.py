@@ -19,7 +19,8 @@ def state_dict(state: Any) -> dict[str, Any]:
     another mesh, so they are saved as float32 numbers.
 
     Args:
-        state: The state of any transformation, or any tree of tensors, numbers and states.
+        state: The state of any transformation, or any tree of tensors, numbers and states. Numbers and strings of
+            subclasses (numpy's float64, enums) are saved as the bool, int, float or string that they stand for.
 
     Returns:
         Path to tensor or DTensor, for instance `0.mu.layers.0.weight.codes` and `….scales` (or `….values`), `0.step`;
@@ -98,7 +99,8 @@ class Entry(NamedTuple):
     kind: str  # "tensor", or the name of a type
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] | None = None
-    sharding: Any = None  # None: any will do
+    sharding: Any = None  # the placements; None: any will do, on any mesh
+    mesh: Any = None  # ranks, nested as the mesh's dimensions are
 
 
 def plan(
@@ -116,8 +118,11 @@ def plan(
     Raises:
         ValueError: for what does not fit.
     """
-    wanted = dict(_named_leaves(state, ""))
-    for path in wanted:
+    wanted: dict[str, Any] = {}
+    for path, leaf in _named_leaves(state, ""):
+        if path in wanted:
+            raise ValueError(f"{speaker}: two leaves of the state have the path {path!r}; rename one")
+        wanted[path] = leaf
         if path not in leaves:
             raise ValueError(f"{speaker}: saved has no leaf {path!r}, which the state has")
     listed = {_schema.SCHEMA}
@@ -158,13 +163,20 @@ def _check(speaker: str, name: str, own: Entry, saved: Entry) -> None:
     ):
         if a != b and not (what == "sharding" and b is None):
             raise ValueError(f"{speaker}: {name!r} must have {what} {a}, got {b}")
+    if own.mesh != saved.mesh and saved.sharding is not None:
+        raise ValueError(
+            f"{speaker}: {name!r} must be on a mesh of the ranks {own.mesh}, got {saved.mesh}; checkpoint.save and "
+            "load take any mesh"
+        )
 
 
 def _entry(x: Any) -> Entry:
     if not isinstance(x, Tensor):
-        return Entry(type(x).__name__)
+        return Entry(type(_schema.plain(x)).__name__)
     spec = ShardSpec.of(x)
-    return Entry("tensor", x.dtype, tuple(x.shape), "none (a plain tensor)" if spec is None else spec.placements)
+    if spec is None:
+        return Entry("tensor", x.dtype, tuple(x.shape), "none (a plain tensor)")
+    return Entry("tensor", x.dtype, tuple(x.shape), spec.placements, spec.mesh.mesh.tolist())
 
 
 def _moved(saved: Any, device: torch.device | None) -> Any:
@@ -178,7 +190,7 @@ def _part(leaf: Any, ending: str) -> Any:
     """What is saved of a leaf under one ending of its name."""
     if ending == _schema.VALUES:
         return numbers(leaf)
-    return getattr(leaf, ending[1:]) if ending else leaf
+    return getattr(leaf, ending[1:]) if ending else _schema.plain(leaf)
 
 
 def _named_leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -1,15 +1,21 @@
 """The folder of a checkpoint: written beside the one it replaces, and renamed when it is complete.
 
-At any moment one of three is a whole checkpoint: `name`; or, while two renames are under way, `name.previous`, which
-`find` then takes. `name.partial` is never read.
+At any moment one of two is a whole checkpoint: `name`; or, while two renames are under way,
+`.name.checkpoint-previous`, which `find` then takes. `.name.checkpoint-partial` is never read.
 """
 
+import hashlib
 import os
 import shutil
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+
+from functional_lowbit import _lock
 
 METADATA = ".metadata"  # written last, by torch
 
@@ -21,12 +27,12 @@ def real(path: str | os.PathLike[str]) -> Path:
 
 def partial(path: Path) -> Path:
     """Where a checkpoint is written before it is complete."""
-    return path.with_name(path.name + ".partial")
+    return path.with_name(f".{path.name}.checkpoint-partial")
 
 
 def previous(path: Path) -> Path:
     """Where the replaced checkpoint is, until the new one has its name."""
-    return path.with_name(path.name + ".previous")
+    return path.with_name(f".{path.name}.checkpoint-previous")
 
 
 def prepare(speaker: str, path: Path) -> None:
@@ -34,19 +40,20 @@ def prepare(speaker: str, path: Path) -> None:
 
     Raises:
         OSError: where no folder can be made.
-        ValueError: if there is something at `path` that is no checkpoint.
+        ValueError: if there is something at `path` or beside it that is no checkpoint, or if another process writes it.
     """
     try:
-        if path.exists() and not (path / METADATA).is_file() and not (path.is_dir() and not any(path.iterdir())):
-            raise ValueError(f"{speaker}: {str(path)!r} must be a checkpoint or nothing yet; move away what is there")
-        if previous(path).exists():
-            if path.exists():
-                shutil.rmtree(previous(path))
-            else:
-                previous(path).rename(path)
-        if partial(path).exists():
-            shutil.rmtree(partial(path))
-        partial(path).mkdir(parents=True)
+        _refuse_others(speaker, path)
+        for folder in (partial(path), previous(path)):
+            if folder.exists() and not _ours(folder):
+                raise ValueError(f"{speaker}: {str(folder)!r} must be what a save left, or nothing; move it away")
+        if not _lock.lock(partial(path)):
+            raise ValueError(f"{speaker}: {str(path)!r} is being written by another process; one at a time may do so")
+        if (previous(path) / METADATA).is_file() and _nothing_at(path):
+            previous(path).rename(path)
+        shutil.rmtree(previous(path), ignore_errors=True)
+        for left in partial(path).iterdir():
+            left.unlink()
     except OSError as error:
         raise OSError(f"{speaker}: cannot write at {str(path)!r}: {error}") from error
 
@@ -56,12 +63,14 @@ def put_in_place(speaker: str, path: Path) -> None:
 
     Raises:
         OSError: if it cannot be renamed.
-        ValueError: if a file is not there, as where ranks do not write to one disk.
+        ValueError: if a file is not there, as where ranks do not write to one disk; if there is something else now at
+            `path`.
     """
     metadata(speaker, partial(path))
     try:
+        _refuse_others(speaker, path)
         _sync(partial(path))
-        if path.exists():
+        if not _nothing_at(path):
             path.rename(previous(path))
         partial(path).rename(path)
         _sync(path.parent)
@@ -70,6 +79,30 @@ def put_in_place(speaker: str, path: Path) -> None:
         if not path.exists() and previous(path).exists():
             previous(path).rename(path)
         raise OSError(f"{speaker}: cannot rename {str(partial(path))!r} to {str(path)!r}: {error}") from error
+
+
+def _nothing_at(path: Path) -> bool:
+    """An empty folder counts as nothing: programs make one for a checkpoint to come."""
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+
+
+def _refuse_others(speaker: str, path: Path) -> None:
+    """Refuse to replace what is no checkpoint."""
+    if not _nothing_at(path) and not (path / METADATA).is_file():
+        raise ValueError(f"{speaker}: {str(path)!r} must be a checkpoint or nothing yet; move away what is there")
+
+
+def _ours(folder: Path) -> bool:
+    """Whether a save made the folder: a checkpoint, or a part of one."""
+    if not folder.is_dir() or folder.is_symlink():
+        return False
+    names = [x.name for x in folder.iterdir()]
+    return METADATA in names or all(x.endswith(".distcp") or x == f"{METADATA}.tmp" for x in names)
+
+
+def release(path: Path) -> None:
+    """Let other processes write at `path`."""
+    _lock.release(partial(path))
 
 
 def discard(path: Path) -> None:
@@ -87,7 +120,7 @@ def find(speaker: str, path: Path) -> Path:
     """
     try:
         whole, older = ((folder / METADATA).is_file() for folder in (path, previous(path)))
-        there, left = path.exists(), partial(path).exists()
+        there, left = not _nothing_at(path), partial(path).exists()
     except OSError as error:
         raise OSError(f"{speaker}: cannot read {str(path)!r}: {error}") from error
     if whole:
@@ -102,20 +135,33 @@ def find(speaker: str, path: Path) -> Path:
     raise FileNotFoundError(f"{speaker}: there is no checkpoint at {str(path)!r}{hint}")
 
 
+def identity(path: Path) -> tuple[str, str] | None:
+    """Which checkpoint is found, and where; None if none. Each save writes a uuid of its own into the metadata."""
+    for folder in (path, previous(path)):
+        try:
+            return folder.name, hashlib.sha256((folder / METADATA).read_bytes()).hexdigest()
+        except OSError:
+            continue
+    return None
+
+
 def metadata(speaker: str, folder: Path) -> Any:
     """The account that torch keeps of the folder, if all files are there and as long as it says.
 
     Raises:
-        ValueError: for a missing or truncated file, by name.
+        ValueError: for a missing or truncated file, by name; for a tensor of which a part is missing.
     """
     try:
         found = FileSystemReader(folder).read_metadata()
-        ends: dict[str, int] = {}
-        for where in found.storage_data.values():
-            ends[where.relative_path] = max(ends.get(where.relative_path, 0), where.offset + where.length)
-    except Exception as error:  # unpickling what was cut short raises almost anything
+        ends = sorted(_ends(found).items())
+        holes = [name for name, entry in found.state_dict_metadata.items() if not _covered(name, entry)]
+    except Exception as error:  # unpickling what was cut short or spoilt raises almost anything, and so does the result
         raise ValueError(f"{speaker}: cannot read {str(folder / METADATA)!r}, the file is damaged: {error}") from error
-    for name, end in sorted(ends.items()):
+    if holes:
+        raise ValueError(
+            f"{speaker}: the entry {holes[0]!r} of {str(folder)!r} is not whole; a rank did not write its part"
+        )
+    for name, end in ends:
         file = folder / name
         if not file.is_file():
             raise ValueError(f"{speaker}: the file {str(file)!r} of the checkpoint is missing")
@@ -124,6 +170,25 @@ def metadata(speaker: str, folder: Path) -> Any:
                 f"{speaker}: the file {str(file)!r} is truncated: it has {file.stat().st_size} bytes of {end}"
             )
     return found
+
+
+def _ends(found: Any) -> dict[str, int]:
+    """How long each file must be."""
+    ends: dict[str, int] = {}
+    for where in found.storage_data.values():
+        ends[where.relative_path] = max(ends.get(where.relative_path, 0), where.offset + where.length)
+    return ends
+
+
+def _covered(name: str, entry: Any) -> bool:
+    """Whether the parts of a tensor, which do not overlap, make up the whole; True for what is no tensor."""
+    if not isinstance(name, str) or not isinstance(entry, (TensorStorageMetadata, BytesStorageMetadata)):
+        raise TypeError(f"it says {entry!r} of {name!r}")
+    if isinstance(entry, BytesStorageMetadata):
+        return True
+    if not isinstance(entry.properties.dtype, torch.dtype):
+        raise TypeError(f"it says that {name!r} has dtype {entry.properties.dtype!r}")
+    return sum(prod(part.sizes) for part in entry.chunks) == prod(entry.size)
 
 
 def _sync(folder: Path) -> None:

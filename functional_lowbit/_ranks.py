@@ -40,6 +40,22 @@ def together(speaker: str, action: Callable[[], T], group: Any = None) -> T:
     return result  # type: ignore[return-value]
 
 
+def of_all(speaker: str, value: Any, group: Any = None) -> list[Any]:
+    """What each rank gives, in order of ranks.
+
+    Raises:
+        RuntimeError: if another rank ended, or did not come.
+    """
+    if not here():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except Exception as lost:
+        raise RuntimeError(f"{speaker}: another rank ended, or did not come: {lost}") from lost
+    return values
+
+
 def same(speaker: str, what: str, value: Any, group: Any = None) -> None:
     """Refuse, on all ranks, what is not the same on all.
 
@@ -47,13 +63,7 @@ def same(speaker: str, what: str, value: Any, group: Any = None) -> None:
         ValueError: with the first rank whose value differs from that of rank 0.
         RuntimeError: if another rank ended, or did not come.
     """
-    if not here():
-        return
-    values: list[Any] = [None] * dist.get_world_size(group)
-    try:
-        dist.all_gather_object(values, value, group=group)
-    except Exception as lost:
-        raise RuntimeError(f"{speaker}: another rank ended, or did not come: {lost}") from lost
+    values = of_all(speaker, value, group)
     other = next((rank for rank, theirs in enumerate(values) if theirs != values[0]), None)
     if other is not None:
         raise ValueError(f"{speaker}: {what} must be the same on all ranks, but differs on ranks 0 and {other}")
@@ -67,9 +77,9 @@ def _fits(error: Exception, name: str) -> bool:
     return name == "RuntimeError" or (name in KINDS and isinstance(error, KINDS[name]))
 
 
-def first() -> bool:
-    """Whether this is the rank that makes and renames folders."""
-    return not here() or dist.get_rank() == 0
+def number() -> int | None:
+    """This rank's, or None if there are no ranks. Rank 0, or None, makes and renames folders."""
+    return dist.get_rank() if here() else None
 
 
 _gloo: list[Any] = []  # [the world that it was made in, the group]

@@ -46,7 +46,7 @@ def _reading(speaker: str, path: str, own: Any, saved: Mapping[str, Any], conver
     if not kinds <= {"tensor", "quantized"}:
         if len(kinds) > 1:
             raise refuse("kind", saved["kind"], mine["kind"])
-        return Reading({"": own}, lambda parts: parts[""])
+        return Reading({"": own}, lambda parts: _schema.plain(parts[""]))
     if saved["shape"] != mine["shape"]:
         raise refuse("shape", saved["shape"], mine["shape"])
     if len(kinds) > 1:

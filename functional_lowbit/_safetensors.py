@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -49,7 +50,7 @@ def save_safetensors(state: Any, file: str | os.PathLike[str]) -> None:
             )
     numbers = {name: x for name, x in flat.items() if name not in tensors and name != _schema.SCHEMA}
     metadata = {_schema.SCHEMA: flat[_schema.SCHEMA], NUMBERS: json.dumps(numbers)}
-    partial = target.with_name(target.name + ".partial")
+    partial = target.with_name(f".{target.name}.{uuid4().hex}")  # others may be writing the same file
     try:
         # Each tensor with memory of its own, which the file format wants.
         library.torch.save_file(

@@ -12,7 +12,8 @@ from functional_lowbit._version import __version__
 SCHEMA = "schema"  # the one entry of a saved state that belongs to no leaf
 VERSION = 2
 OLDEST = 1  # which is still read
-NUMBERS = {"bool": bool, "int": int, "float": float, "str": str}
+NUMBERS = {"bool": bool, "int": int, "float": float, "str": str}  # bool before int, which it is one of
+SUBCLASSES = {"float64": "float", "str_": "str"}  # numpy's, which were once written under their own names
 OLD_CODES = "codes of version 1"  # whose leaves were cut into blocks by other rules
 VALUES = ".values"  # the part of a leaf whose blocks the mesh cuts: float32 numbers instead of codes
 
@@ -39,11 +40,19 @@ def describe(path: str, leaf: Any) -> dict[str, Any]:
         }
     if isinstance(leaf, Tensor):
         return {"kind": "tensor", "shape": list(leaf.shape), "stored": "values", "parts": {"": _name(leaf.dtype)}}
-    if isinstance(leaf, (bool, int, float, str)):
-        return {"kind": type(leaf).__name__, "parts": {"": type(leaf).__name__}}
+    kind = type(plain(leaf)).__name__
+    if kind in NUMBERS:
+        return {"kind": kind, "parts": {"": kind}}
     raise TypeError(
         f"state_dict: leaf {path!r} must be a tensor, a bool, a number or a string, got {type(leaf).__name__}"
     )
+
+
+def plain(leaf: Any) -> Any:
+    """A number or string of a subclass (numpy's float64, an enum) as what it stands for; all else as it is."""
+    if isinstance(leaf, str):
+        return str.__str__(leaf)  # str() of an enum would be its name
+    return next((kind(leaf) for kind in NUMBERS.values() if isinstance(leaf, kind)), leaf)
 
 
 def write(leaves: dict[str, Any]) -> str:
@@ -77,18 +86,48 @@ def read(speaker: str, text: Any) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{speaker}: the schema must have leaves, got {type(leaves).__name__}; the file is damaged")
     if version == 1:
         leaves = {path: _from_version_1(leaf) for path, leaf in leaves.items()}
-    for path, leaf in leaves.items():
-        missing = [key for key in _keys(leaf) if not isinstance(leaf, dict) or key not in leaf]
-        if missing:
-            raise ValueError(f"{speaker}: the schema's leaf {path!r} must have {missing[0]!r}; the file is damaged")
-    return leaves
+    return {path: _checked(speaker, path, leaf) for path, leaf in leaves.items()}
 
 
-def _keys(leaf: Any) -> tuple[str, ...]:
-    kind = leaf.get("kind") if isinstance(leaf, dict) else None
-    if kind == "quantized":
-        return ("kind", "format", "signed", "block_size", "shape", "stored", "parts")
-    return ("kind", "parts") if kind in NUMBERS else ("kind", "shape", "stored", "parts")
+def _checked(speaker: str, path: str, leaf: Any) -> dict[str, Any]:
+    """A leaf's description, if it says all that is asked of it."""
+    if not isinstance(leaf, dict):
+        raise ValueError(f"{speaker}: the schema's leaf {path!r} must be a dict, got {leaf!r}; the file is damaged")
+    kind = leaf.get("kind")
+    if isinstance(kind, str) and kind in SUBCLASSES:
+        return {"kind": SUBCLASSES[kind], "parts": {"": SUBCLASSES[kind]}}
+    for key in QUANTIZED_KEYS if kind == "quantized" else NUMBER_KEYS if kind in list(NUMBERS) else TENSOR_KEYS:
+        rule, fits = KEYS[key]
+        if key not in leaf:
+            raise ValueError(f"{speaker}: the schema's leaf {path!r} must have {key!r}; the file is damaged")
+        if not fits(leaf[key]):
+            raise ValueError(
+                f"{speaker}: the schema's leaf {path!r} must have {rule} as {key!r}, got {leaf[key]!r}; the file is "
+                "damaged"
+            )
+    return leaf
+
+
+def _is_text(x: Any) -> bool:
+    return isinstance(x, str)
+
+
+def _is_size(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
+
+
+KEYS = {  # what each must be
+    "kind": ("a string", _is_text),
+    "format": ("a string", _is_text),
+    "signed": ("a bool", lambda x: isinstance(x, bool)),
+    "block_size": ("a whole number of at least 1", lambda x: _is_size(x) and x > 0),
+    "shape": ("a list of sizes", lambda x: isinstance(x, list) and all(map(_is_size, x))),
+    "stored": ("'codes' or 'values'", lambda x: x in ("codes", "values", OLD_CODES)),
+    "parts": ("names of dtypes by endings", lambda x: isinstance(x, dict) and all(map(_is_text, x.values()))),
+}
+QUANTIZED_KEYS = ("kind", "format", "signed", "block_size", "shape", "stored", "parts")
+TENSOR_KEYS = ("kind", "shape", "stored", "parts")
+NUMBER_KEYS = ("kind", "parts")
 
 
 def _from_version_1(leaf: Any) -> Any:

@@ -1,7 +1,8 @@
 """Checkpoints in the files of torch.distributed.checkpoint: any number of ranks, whole or not there at all."""
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save as save_on_ranks
+from torch.distributed.tensor import DTensor
 
 from functional_lowbit import _checkpoint, _folder, _ranks, _schema, sharding
 from functional_lowbit._safetensors import load_safetensors as load_safetensors, save_safetensors as save_safetensors
 
+_log = logging.getLogger(__name__)
 _writer: list[ThreadPoolExecutor] = []  # one thread, so that all ranks write the checkpoints in one order
-_running: set[Path] = set()  # what async_save has not finished
+_running: dict[Path, object] = {}  # the call that writes each path
 
 
 def save(path: str | os.PathLike[str], tree: Any) -> None:
@@ -29,15 +32,16 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     process that is killed, or a disk that is full, leaves the older one as it was. The tree is not changed.
 
     Args:
-        path: A folder; made if it is not there, with its parents. What it replaces must be a checkpoint.
+        path: A folder; made if it is not there, with its parents. What it replaces must be a checkpoint, and goes with
+            all that was put into it. One job at a time may write there.
         tree: A tree of tensors, DTensors, states and numbers, for instance `{"params": params, "state": state,
             "extra": {"epoch": 3}}`. Tensors that are no DTensors, and numbers, must be equal on all ranks.
 
     Raises:
         OSError: where nothing can be written: a read-only folder, a full disk. On all ranks.
-        ValueError: if `path` is something else than a checkpoint, or is being written by `async_save`; if ranks give
-            different paths, structures or numbers.
-        RuntimeError: if another rank ended.
+        ValueError: if `path` is something else than a checkpoint, or is being written by another call or process;
+            if ranks give different paths, structures or numbers.
+        RuntimeError: if another rank ended, or if there is no process group any more for DTensors of several ranks.
         TypeError: for a leaf that cannot be saved.
 
     Example:
@@ -51,15 +55,20 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
         (3, QuantizedTensor(companded8, shape=(64, 64), block_size=256))
     """
     speaker, target = "checkpoint.save", _folder.real(path)
-    flat = _ranks.together(speaker, lambda: _flat(speaker, target, tree))
-    _same_on_all(speaker, target, flat)
-    _write(speaker, target, flat, None)
+    call = object()
+    try:
+        flat = _ranks.together(speaker, lambda: _flat(speaker, target, tree, call))
+        _same_on_all(speaker, target, flat)
+        _write(speaker, target, flat, None, _ranks.number())
+    finally:
+        _leave(target, call)
 
 
 def async_save(path: str | os.PathLike[str], tree: Any) -> "Future[None]":
     """As `save`, in a thread. The tree is copied before this returns, so that training may go on at once.
 
-    Every rank must call this. Several calls are written one after the other.
+    Every rank must call this. Several calls are written one after the other. The process group must be there until the
+    result is; what fails is also logged, as a warning of the logger `functional_lowbit.checkpoint`.
 
     Args:
         path: As in `save`.
@@ -81,20 +90,27 @@ def async_save(path: str | os.PathLike[str], tree: Any) -> "Future[None]":
         {'w': tensor([1., 1.])}
     """
     speaker, target = "checkpoint.async_save", _folder.real(path)
-    flat = _ranks.together(speaker, lambda: _copied(_flat(speaker, target, tree)))
-    _same_on_all(speaker, target, flat)
-    group = _ranks.own_group()
-    if not _writer:
-        _writer.append(ThreadPoolExecutor(1, "functional_lowbit.checkpoint"))
-    _running.add(target)
+    call = object()
 
     def write() -> None:
         try:
-            _write(speaker, target, flat, group)
+            _write(speaker, target, flat, group, rank)
+        except Exception as error:
+            _log.warning("%s", error)  # the future tells only who asks
+            raise
         finally:
-            _running.discard(target)
+            _leave(target, call)
 
-    return _writer[0].submit(write)
+    try:
+        flat = _ranks.together(speaker, lambda: _copied(_flat(speaker, target, tree, call)))
+        _same_on_all(speaker, target, flat)
+        group, rank = _ranks.own_group(), _ranks.number()
+        if not _writer:
+            _writer.append(ThreadPoolExecutor(1, "functional_lowbit.checkpoint"))
+        return _writer[0].submit(write)
+    except BaseException:
+        _leave(target, call)
+        raise
 
 
 def load(path: str | os.PathLike[str], tree: Any, *, convert: bool = False) -> Any:
@@ -115,7 +131,8 @@ def load(path: str | os.PathLike[str], tree: Any, *, convert: bool = False) -> A
     Raises:
         FileNotFoundError: if there is no checkpoint; another OSError for a place that cannot be looked at.
         ValueError: for a checkpoint that is incomplete, damaged, newer than this library, or of another tree; the text
-            names the file or the leaf. On all ranks.
+            names the file or the leaf. For one that is replaced again and again while it is read; if ranks give
+            different paths. On all ranks.
         RuntimeError: if another rank ended.
 
     Example:
@@ -128,7 +145,25 @@ def load(path: str | os.PathLike[str], tree: Any, *, convert: bool = False) -> A
         ValueError: checkpoint.load: leaf 'w' was saved with shape [2], but the state has [3]
     """
     speaker, target = "checkpoint.load", _folder.real(path)
+    _ranks.same(speaker, "path", str(target))
+    for _ in range(2):
+        before, loaded, error = _folder.identity(target), None, None
+        try:
+            loaded = _load(speaker, target, tree, convert)
+        except Exception as raised:  # on all ranks
+            error = raised
+        found = _ranks.of_all(speaker, (before, _folder.identity(target)))
+        if error is not None and all(first == last for first, last in found):
+            raise error
+        if error is None and len({x for pair in found for x in pair}) == 1:  # every rank read this one, and no other
+            return loaded
+    raise ValueError(
+        f"{speaker}: {str(target)!r} was replaced while it was read, twice, or is another one on another rank; load it "
+        "when nothing is saved there, from a disk that all ranks see"
+    )
 
+
+def _load(speaker: str, target: Path, tree: Any, convert: bool) -> Any:
     def look() -> Any:
         folder = _folder.find(speaker, target)
         metadata = _folder.metadata(speaker, folder)
@@ -154,38 +189,79 @@ def load(path: str | os.PathLike[str], tree: Any, *, convert: bool = False) -> A
     return _ranks.together(speaker, read)
 
 
-def _flat(speaker: str, target: Path, tree: Any) -> dict[str, Any]:
-    if target in _running:
-        raise ValueError(f"{speaker}: {str(target)!r} is being written by async_save; wait for its result first")
+def _flat(speaker: str, target: Path, tree: Any, call: object) -> dict[str, Any]:
+    """What is written; from here to `_leave` no other call of this process may write at `target`."""
+    if _running.setdefault(target, call) is not call:
+        raise ValueError(f"{speaker}: {str(target)!r} is being written by another save; wait for its result first")
     return _checkpoint.state_dict(tree)
+
+
+def _leave(target: Path, call: object) -> None:
+    if _running.get(target) is call:
+        _folder.release(target)
+        del _running[target]
+
+
+def _forget() -> None:
+    """A forked child has no thread that writes, and writes nothing yet."""
+    _writer.clear()
+    _running.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def _same_on_all(speaker: str, target: Path, flat: Mapping[str, Any]) -> None:
     _ranks.same(speaker, "path", str(target))
     _ranks.same(speaker, "the tree's structure", flat[_schema.SCHEMA])
-    _ranks.same(speaker, "a number in the tree", {name: x for name, x in flat.items() if not isinstance(x, Tensor)})
+    numbers = {name: repr(x) for name, x in flat.items() if not isinstance(x, Tensor)}  # nan is not nan, 'nan' is
+    _ranks.same(speaker, "a number in the tree", numbers)
 
 
-def _write(speaker: str, target: Path, flat: dict[str, Any], group: Any) -> None:
-    _ranks.together(speaker, lambda: _folder.prepare(speaker, target) if _ranks.first() else None, group)
+def _write(speaker: str, target: Path, flat: dict[str, Any], group: Any, rank: int | None) -> None:
+    """Write the files and put them in place; `rank` is what it was when the caller asked, None without ranks."""
+    if rank is None and any(map(_on_several, flat.values())):
+        raise _no_group(speaker, target)
+    _on_first(speaker, target, group, rank, _folder.prepare)
     writer = _Writer(_folder.partial(target))
     try:
-        if _ranks.here():
+        if rank is not None:
             save_on_ranks(flat, storage_writer=writer, process_group=group)
         else:
             _write_alone(flat, writer)
     except CheckpointException as failed:  # on all ranks
-        if _ranks.first():
+        if not rank:
             _folder.discard(target)
         rank, (error, _) = next(iter(failed.failures.items()))
         raise _cannot_write(speaker, target, error, f" on rank {rank}") from failed
     except Exception as error:
-        if _ranks.here():
+        if rank is not None and not _ranks.here():
+            raise _no_group(speaker, target) from error
+        if rank is not None:
             text = f"{speaker}: another rank ended, or did not come, while {str(target)!r} was written: {error}"
             raise RuntimeError(text) from error
         _folder.discard(target)
         raise _cannot_write(speaker, target, error, "") from error
-    _ranks.together(speaker, lambda: _folder.put_in_place(speaker, target) if _ranks.first() else None, group)
+    _on_first(speaker, target, group, rank, _folder.put_in_place)
+
+
+def _on_first(speaker: str, target: Path, group: Any, rank: int | None, action: Callable[[str, Path], None]) -> None:
+    """What one rank does for all."""
+    if rank is not None and not _ranks.here():
+        raise _no_group(speaker, target)
+    _ranks.together(speaker, lambda: None if rank else action(speaker, target), group)
+
+
+def _no_group(speaker: str, target: Path) -> RuntimeError:
+    return RuntimeError(
+        f"{speaker}: {str(target)!r} was not written, its ranks have no process group any more; destroy it when the "
+        "checkpoint is in place"
+    )
+
+
+def _on_several(x: Any) -> bool:
+    return isinstance(x, DTensor) and x.device_mesh.size() > 1
 
 
 class _Writer(FileSystemWriter):

@@ -6,10 +6,13 @@ import re
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum, IntEnum
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -173,6 +176,11 @@ def _document(saved: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {**saved, "schema": json.dumps({**json.loads(saved["schema"]), **changes})}
 
 
+def _leaf(saved: dict[str, Any], path: str, **changes: Any) -> dict[str, Any]:
+    leaves = json.loads(saved["schema"])["leaves"]
+    return _document(saved, leaves={**leaves, path: {**leaves[path], **changes}})
+
+
 MISMATCHES = {
     "no schema": (
         lambda s: _without(s, "schema"),
@@ -202,6 +210,44 @@ MISMATCHES = {
     "half a leaf": (
         lambda s: _document(s, leaves={"0.step": {"kind": "tensor", "shape": []}}),
         "the schema's leaf '0.step' must have 'stored'; the file is damaged",
+    ),
+    "a leaf that is none": (
+        lambda s: _document(s, leaves={"0.step": 3}),
+        "the schema's leaf '0.step' must be a dict, got 3; the file is damaged",
+    ),
+    "a kind that is none": (
+        lambda s: _leaf(s, "0.step", kind=[]),
+        "the schema's leaf '0.step' must have a string as 'kind', got []; the file is damaged",
+    ),
+    "no format": (
+        lambda s: _leaf(s, "0.mu.w", format=None),
+        "the schema's leaf '0.mu.w' must have a string as 'format', got None; the file is damaged",
+    ),
+    "no sign": (
+        lambda s: _leaf(s, "0.mu.w", signed="yes"),
+        "the schema's leaf '0.mu.w' must have a bool as 'signed', got 'yes'; the file is damaged",
+    ),
+    "blocks of nothing": (
+        lambda s: _leaf(s, "0.mu.w", block_size=0),
+        "the schema's leaf '0.mu.w' must have a whole number of at least 1 as 'block_size', got 0; the file is damaged",
+    ),
+    "a negative size": (
+        lambda s: _leaf(s, "0.mu.w", shape=[64, -64]),
+        "the schema's leaf '0.mu.w' must have a list of sizes as 'shape', got [64, -64]; the file is damaged",
+    ),
+    "stored otherwise": (
+        lambda s: _leaf(s, "0.mu.w", stored="bits"),
+        "the schema's leaf '0.mu.w' must have 'codes' or 'values' as 'stored', got 'bits'; the file is damaged",
+    ),
+    "parts that are none": (
+        lambda s: _leaf(s, "0.mu.w", parts=[".codes"]),
+        "the schema's leaf '0.mu.w' must have names of dtypes by endings as 'parts', got ['.codes']; the file is "
+        "damaged",
+    ),
+    "a part without a dtype": (
+        lambda s: _leaf(s, "0.mu.w", parts={".codes": None}),
+        "the schema's leaf '0.mu.w' must have names of dtypes by endings as 'parts', got {'.codes': None}; the file is "
+        "damaged",
     ),
     "an entry less": (
         lambda s: _without(s, "0.mu.w.scales"),
@@ -279,6 +325,9 @@ def test_the_file_of_another_model():
 def test_two_leaves_of_one_name():
     state = fl.trace(0.9).init({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
     refuses(ValueError, "state_dict: two leaves have the path 'trace.a.b'; rename one", lambda: fl.state_dict(state))
+    saved = fl.state_dict({"trace": {"a": {"b": torch.ones(1)}}, "step": state.step})
+    message = "load_state_dict: two leaves of the state have the path 'trace.a.b'; rename one"
+    refuses(ValueError, message, lambda: fl.load_state_dict(state, saved))
     state = {"w.codes": torch.ones(1), "w": fl.quantize(torch.ones(2, 3), "companded8")}
     refuses(ValueError, "state_dict: two leaves have the path 'w.codes'; rename one", lambda: fl.state_dict(state))
 
@@ -293,6 +342,51 @@ def test_numbers_and_strings_in_a_users_state():
     loaded = fl.load_state_dict({**state, "step": 0, "t": torch.zeros(2)}, fl.state_dict(state))
     assert loaded == {**state, "t": loaded["t"]}
     assert torch.equal(loaded["t"], torch.ones(2))
+
+
+class Phase(IntEnum):
+    warm_up = 1
+    decay = 2
+
+
+class Mode(str, Enum):  # noqa: UP042 -- a StrEnum has another str()
+    train = "training"
+
+
+SUBCLASSES = [
+    (np.float64(0.1), 0.1),
+    (np.str_("a"), "a"),
+    (Phase.decay, 2),
+    (Mode.train, "training"),
+    (type("Count", (int,), {})(2**70), 2**70),
+    (float("inf"), float("inf")),
+]
+
+
+@pytest.mark.parametrize(("was", "wanted"), SUBCLASSES, ids=lambda x: type(x).__name__)
+def test_numbers_and_strings_of_subclasses(was, wanted, tmp_path):
+    """They are saved as what they stand for, and are read into a tree that has them or has that."""
+    saved = fl.state_dict({"n": was})
+    assert type(saved["n"]) is type(wanted)
+    fl.checkpoint.save(tmp_path / "a", {"n": was})
+    fl.checkpoint.save_safetensors({"n": was}, tmp_path / "b")
+    for own in (was, wanted, type(wanted)()):
+        for loaded in (
+            fl.load_state_dict({"n": own}, saved),
+            fl.load_state_dict({"n": own}, {**saved, "n": was}),
+            fl.checkpoint.load(tmp_path / "a", {"n": own}),
+            fl.checkpoint.load_safetensors({"n": own}, tmp_path / "b"),
+        ):
+            assert type(loaded["n"]) is type(wanted)
+            assert loaded["n"] == wanted
+
+
+@pytest.mark.parametrize(("kind", "was", "wanted"), [("float64", np.float64(0.1), 0.1), ("str_", np.str_("a"), "a")])
+def test_numbers_of_numpy_were_written_under_their_own_names(kind, was, wanted):
+    schema = json.dumps({"version": 2, "library": "0.1.0", "leaves": {"n": {"kind": kind, "parts": {"": kind}}}})
+    loaded = fl.load_state_dict({"n": type(wanted)()}, {"n": was, "schema": schema})["n"]
+    assert type(loaded) is type(wanted)
+    assert loaded == wanted
 
 
 NEVER_CONVERTED = {
@@ -453,6 +547,17 @@ def test_safetensors_convert_and_refuse(tmp_path):
     refuses(FileNotFoundError, message, lambda: fl.checkpoint.load_safetensors(state, missing))
     with pytest.raises(OSError, match=r"^checkpoint.save_safetensors: could not write '/proc/a': "):
         fl.checkpoint.save_safetensors(state, "/proc/a")
+
+
+def test_several_write_one_safetensors_file(tmp_path):
+    """Whoever comes last has the file, whole; none is in another's way."""
+    file = tmp_path / "a.safetensors"
+    states = [{"w": torch.full((100_000,), float(n))} for n in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda k: fl.checkpoint.save_safetensors(states[k % 4], file), range(40)))
+    loaded = fl.checkpoint.load_safetensors(states[0], file)["w"]
+    assert loaded.eq(loaded[0]).all()
+    assert [x.name for x in tmp_path.iterdir()] == ["a.safetensors"]
 
 
 def test_without_safetensors():

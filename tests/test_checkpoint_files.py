@@ -1,9 +1,12 @@
 """checkpoint.save and load in one process: what is read is what was written, and no damage goes unnoticed."""
 
 import json
+import pickle
 import resource
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,11 +170,14 @@ def test_async_save_is_of_the_moment(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["a", "b"]
 
 
-def test_async_save_fails_in_its_future(tmp_path: Path) -> None:
+def test_async_save_fails_in_its_future(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     failed = fl.checkpoint.async_save(tmp_path / "file" / "x", _tree())
-    with pytest.raises(OSError, match=r"^checkpoint.async_save: cannot write at '.*/file/x': \[Errno 20\] "):
+    with pytest.raises(OSError, match=r"^checkpoint.async_save: cannot write at '.*/file/x': \[Errno 20\] ") as caught:
         failed.result()
+    assert [(x.name, x.levelname, x.getMessage()) for x in caplog.records] == [
+        ("functional_lowbit.checkpoint", "WARNING", str(caught.value))  # which also tells who asks no future
+    ]
     refuses(
         TypeError,
         "state_dict: leaf 'x' must be a tensor, a bool, a number or a string, got object",
@@ -183,10 +189,87 @@ def test_one_path_is_not_written_twice_at_once(tmp_path: Path) -> None:
     big = {"w": torch.ones(4_000_000)}  # takes longer to write than to ask again
     running = fl.checkpoint.async_save(tmp_path / "a", big)
     for call, speaker in ((fl.checkpoint.save, "save"), (fl.checkpoint.async_save, "async_save")):
-        message = f"checkpoint.{speaker}: '{tmp_path / 'a'}' is being written by async_save; wait for its result first"
+        message = (
+            f"checkpoint.{speaker}: '{tmp_path / 'a'}' is being written by another save; wait for its result first"
+        )
         refuses(ValueError, message, lambda call=call: call(tmp_path / "a", big))
     running.result()
+    saving = threading.Thread(target=fl.checkpoint.save, args=(tmp_path / "a", big))
+    saving.start()
+    while tmp_path / "a" not in fl.checkpoint._running:
+        assert saving.is_alive()
+    message = f"checkpoint.save: '{tmp_path}/a' is being written by another save; wait for its result first"
+    refuses(ValueError, message, lambda: fl.checkpoint.save(tmp_path / "a", big))
+    saving.join()
     fl.checkpoint.save(tmp_path / "a", big)
+
+
+WRITER = """
+import sys, torch, functional_lowbit as fl
+fl.checkpoint.save(sys.argv[1], {"w": torch.ones(4_000_000)})
+"""
+
+
+def test_one_path_is_not_written_by_two_processes(tmp_path: Path) -> None:
+    """One is stopped while it writes; a killed one keeps nobody out (`test_killed_at_any_moment`)."""
+    path = tmp_path / "a"
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)]) as writer:
+        while not _folder.partial(path).exists() or not any(_folder.partial(path).iterdir()):
+            assert writer.poll() is None
+        writer.send_signal(signal.SIGSTOP)
+        try:
+            message = f"checkpoint.save: '{path}' is being written by another process; one at a time may do so"
+            refuses(ValueError, message, lambda: fl.checkpoint.save(path, {"w": torch.zeros(2)}))
+        finally:
+            writer.send_signal(signal.SIGCONT)
+        assert writer.wait(60) == 0
+    assert fl.checkpoint.load(path, {"w": torch.zeros(4_000_000)})["w"].eq(1).all()
+    fl.checkpoint.save(path, {"w": torch.zeros(2)})
+    assert _names(tmp_path) == ["a"]
+
+
+FORKED = """
+import os, sys, torch, functional_lowbit as fl
+torch.set_num_threads(1)
+one, two = ({"w": torch.full((1_000_000,), float(n))} for n in (1, 2))
+saving = fl.checkpoint.async_save(sys.argv[1] + "/a", one)
+child = os.fork()
+if child == 0:
+    fl.checkpoint.async_save(sys.argv[1] + "/b", two).result()
+    os._exit(0)
+saving.result()
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+for name in "ab":
+    print(fl.checkpoint.load(sys.argv[1] + "/" + name, one)["w"].unique().item())
+"""
+
+
+def test_a_forked_child_writes_by_itself(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, str(tmp_path)],
+        check=True, timeout=60, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["1.0", "2.0"]
+
+
+def test_folders_of_others(tmp_path: Path) -> None:
+    """Names that look like a save's, and folders of a save's names with something else in them."""
+    path = tmp_path / "a"
+    mine = [tmp_path / name / "notes" for name in ("a.previous", "a.partial", "a.checkpoint-previous", ".a")]
+    for file in mine:
+        file.parent.mkdir()
+        file.write_text("mine")
+    for _ in range(2):
+        fl.checkpoint.save(path, {"n": 1})
+    assert [file.read_text() for file in mine] == ["mine"] * 4
+    for folder in (_folder.partial(path), _folder.previous(path)):
+        folder.mkdir()
+        (folder / "notes").write_text("mine")
+        message = f"checkpoint.save: '{folder}' must be what a save left, or nothing; move it away"
+        refuses(ValueError, message, lambda: fl.checkpoint.save(path, {"n": 2}))
+        assert (folder / "notes").read_text() == "mine"
+        folder.rename(tmp_path / f"moved{folder.name}")
+        assert fl.checkpoint.load(path, {"n": 0}) == {"n": 1}
 
 
 def test_stock_dcp_reads_the_tensors(tmp_path: Path) -> None:
@@ -333,14 +416,70 @@ def test_damaged_files(tmp_path: Path) -> None:
     assert same(fresh, before)
 
 
+def test_a_part_that_no_rank_wrote(tmp_path: Path) -> None:
+    """The files are as long as the metadata say, but these say nothing of the second half of a tensor."""
+    path = tmp_path / "a"
+    fl.checkpoint.save(path, _tree())
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    part = metadata.state_dict_metadata["params.w"].chunks[0]
+    part.sizes = torch.Size([32, 64])
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    message = f"checkpoint.load: the entry 'params.w' of '{path}' is not whole; a rank did not write its part"
+    refuses(ValueError, message, lambda: fl.checkpoint.load(path, _tree(steps=0)))
+
+
+def test_spoilt_metadata(tmp_path: Path) -> None:
+    """They unpickle, but what comes of it lacks something or has another type."""
+    path, file = tmp_path / "a", tmp_path / "a" / ".metadata"
+    fl.checkpoint.save(path, _tree())
+    whole = file.read_bytes()
+    message = rf"^checkpoint.load: cannot read '{file}', the file is damaged: "
+    for was, has in (
+        (b"properties", b"propertiet"),
+        (b"state_dict_metadata", b"state_dict_metadatb"),
+        (b"relative_path", b"relative_pati"),
+        (b"float32", b"strided"),
+        (b"chunks", b"chunkt"),
+    ):
+        assert was in whole
+        file.write_bytes(whole.replace(was, has))
+        with pytest.raises(ValueError, match=message):
+            fl.checkpoint.load(path, _tree(steps=0))
+
+
+def test_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that saves between the look at a checkpoint and the reading of its numbers: no mixture of two is loaded."""
+    path, read, waiting = tmp_path / "a", fl.checkpoint._read, []
+
+    def later(speaker: str, folder: Path, metadata: Any, wanted: dict[str, Any]) -> Any:
+        if "w" in wanted and waiting:
+            fl.checkpoint.save(path, waiting.pop(0))
+        return read(speaker, folder, metadata, wanted)
+
+    monkeypatch.setattr(fl.checkpoint, "_read", later)
+    one, two, three = ({"w": torch.full((9,), float(n)), "n": n} for n in (1, 2, 3))
+    fl.checkpoint.save(path, one)
+    waiting[:] = [two]
+    assert same(fl.checkpoint.load(path, {"w": torch.zeros(9), "n": 0}), two)
+    waiting[:] = [three, one]
+    message = (
+        f"checkpoint.load: '{path}' was replaced while it was read, twice, or is another one on another rank; load it "
+        "when nothing is saved there, from a disk that all ranks see"
+    )
+    refuses(ValueError, message, lambda: fl.checkpoint.load(path, {"w": torch.zeros(9), "n": 0}))
+    assert not waiting
+
+
 def test_killed_between_the_two_renames(tmp_path: Path) -> None:
     """The disk as it is then: the old one renamed, the new one not yet."""
     path, old, new = tmp_path / "a", _tree(), _tree(steps=3)
     fl.checkpoint.save(path, new)
     path.rename(_folder.partial(path))
     fl.checkpoint.save(path, old)
-    (tmp_path / "a.partial").mkdir(exist_ok=True)
+    _folder.partial(path).mkdir(exist_ok=True)
     path.rename(_folder.previous(path))
+    assert same(fl.checkpoint.load(path, _tree(steps=0)), old)
+    path.mkdir()  # as many a program does before it looks for a checkpoint
     assert same(fl.checkpoint.load(path, _tree(steps=0)), old)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
@@ -388,7 +527,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         fl.checkpoint.save(path, {"w": torch.full((100,), 2.0)})
         assert fl.checkpoint.load(path, {"w": loaded})["w"].eq(2).all()
         assert _names(path.parent) == ["a"]
-    assert "a.partial" in left  # some were killed while they wrote
+    assert ".a.checkpoint-partial" in left  # some were killed while they wrote
 
 
 def test_read_only(tmp_path: Path) -> None:
@@ -429,7 +568,7 @@ finally:
 def test_a_folder_without_permission() -> None:
     done = subprocess.run([sys.executable, "-c", FORBIDDEN], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
-        "checkpoint.save: cannot write at '/a': [Errno 13] Permission denied: '/a.partial'",
+        "checkpoint.save: cannot write at '/a': [Errno 13] Permission denied: '/.a.checkpoint-partial'",
         "checkpoint.load: cannot read '/a': [Errno 13] Permission denied: '/a/.metadata'",
         "['a']",
     ]

@@ -22,10 +22,10 @@ FLOORS = {
         "_cpp_text",
         "_version",
         "_ranks",
-        "_folder",
+        "_lock",
         "_chunks",
     },
-    1: {"_tree", "_grid", "formats._format", "_cpp_source", "_cpp_norm"},
+    1: {"_folder", "_tree", "_grid", "formats._format", "_cpp_source", "_cpp_norm"},
     2: {"_guard", "_interrupted", "sharding"}
     | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
     3: {"_check", "formats", "_collectives", "_current", "_index", "_parts", "_task"},

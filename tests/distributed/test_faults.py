@@ -1,6 +1,7 @@
 """What goes wrong while a checkpoint is written or read: all ranks are told, none hangs, nothing is lost."""
 
 import json
+import math
 import os
 import resource
 import signal
@@ -10,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import world as w
 from whole import bits
 from world import World
@@ -25,6 +28,11 @@ ROWS = 1025
 def tree_of(seed: int, rows: int = ROWS) -> dict[str, Any]:
     params = {"w": w.shard(w.random((rows, 512), seed)), "b": w.shard(w.random((5,), seed + 1))}
     return {"params": params, "state": fl.adamw8bit(1e-2).init(params), "n": seed}
+
+
+def partial(where: str) -> Path:
+    """Where a checkpoint is written."""
+    return Path(where).with_name(f".{Path(where).name}.checkpoint-partial")
 
 
 def text_of(action: Callable[[], Any]) -> str:
@@ -51,7 +59,7 @@ def save_and_die(where: str, victim: int, asynchronous: bool) -> None:
     tree = tree_of(2, 40_000)  # 80 MB, and as much again of state, so that there is a middle
     local = [x.to_local().clone() for x in tree["params"].values()]
     if w.rank() == victim:
-        threading.Thread(target=_die_at, args=(Path(f"{where}.partial/__{victim}_0.distcp"),), daemon=True).start()
+        threading.Thread(target=_die_at, args=(partial(where) / f"__{victim}_0.distcp",), daemon=True).start()
     if asynchronous:
         text = text_of(lambda: fl.checkpoint.async_save(where, tree).result())
     else:
@@ -80,15 +88,15 @@ def test_a_rank_killed_in_the_middle_of_a_save(world: World, place: Path, victim
     )
     assert same
     assert world.run(load, where) == saved  # new processes
-    for refused in world.run(refused_load, where + ".partial"):
+    for refused in world.run(refused_load, str(partial(where))):
         assert refused == (
-            f"ValueError: checkpoint.load: '{where}.partial' is no complete checkpoint: it has no .metadata, which is "
+            f"ValueError: checkpoint.load: '{partial(where)}' is no complete checkpoint: it has no .metadata, which is "
             "written last"
         )
-    assert Path(where + ".partial").exists()
+    assert partial(where).exists()
     after = world.run(save, where, 3)  # the next save tidies up
     assert world.run(load, where) == after
-    assert not Path(where + ".partial").exists()
+    assert not partial(where).exists()
 
 
 def refused_load(where: str) -> Any:
@@ -100,6 +108,43 @@ def refused_load(where: str) -> Any:
     return text
 
 
+def save_without_a_group(where: str, asynchronous: bool) -> str:
+    """The process group is destroyed before a save, or while it waits for its turn."""
+    tree = tree_of(2)
+    if asynchronous:
+        started = threading.Event()
+        fl.checkpoint.async_save(where + "-first", {"n": 1}).result()
+        fl.checkpoint._writer[0].submit(started.wait)
+        saving = fl.checkpoint.async_save(where, tree)
+        dist.destroy_process_group()
+        started.set()
+        return text_of(saving.result)
+    dist.destroy_process_group()
+    return text_of(lambda: fl.checkpoint.save(where, tree))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async_save"])
+def test_no_process_group_any_more(place: Path, asynchronous: bool) -> None:
+    """No rank takes itself for the only one: what it wrote would lack the others' parts."""
+    where = str(place / f"destroyed-{asynchronous}")
+    world = World(2, place)
+    try:
+        saved = world.run(save, where, 1)
+        texts = world.run(save_without_a_group, where, asynchronous)
+    finally:
+        world.close(at_once=True)
+    for text in texts:
+        assert text == (
+            f"RuntimeError: checkpoint.{'async_save' if asynchronous else 'save'}: '{where}' was not written, its "
+            "ranks have no process group any more; destroy it when the checkpoint is in place"
+        )
+    again = World(2, place)
+    try:
+        assert again.run(load, where) == saved
+    finally:
+        again.close()
+
+
 @two
 def test_a_rank_killed_in_the_first_save(world: World, place: Path) -> None:
     where = str(place / "killed-first")
@@ -107,8 +152,8 @@ def test_a_rank_killed_in_the_first_save(world: World, place: Path) -> None:
         world.run(save_and_die, where, 1, False)
     for text in world.run(refused_load, where):
         assert text == (
-            f"FileNotFoundError: checkpoint.load: there is no checkpoint at '{where}'; 'killed-first.partial' beside "
-            "it is what an interrupted save left, and not complete"
+            f"FileNotFoundError: checkpoint.load: there is no checkpoint at '{where}'; "
+            "'.killed-first.checkpoint-partial' beside it is what an interrupted save left, and not complete"
         )
 
 
@@ -139,12 +184,10 @@ def on_one_rank_only(where: str) -> Any:
     """Failures of rank 1 that rank 0 cannot see."""
     tree = tree_of(1)
     odd = {**tree, "n": object() if w.rank() == 1 else 1}
-    elsewhere = where if w.rank() == 0 else where + "-elsewhere"
     wrong = {**tree, "n": 1.5} if w.rank() == 1 else tree
     return [
         text_of(lambda: fl.checkpoint.save(where + "-new", odd)),
         text_of(lambda: fl.checkpoint.async_save(where + "-new", odd)),
-        text_of(lambda: fl.checkpoint.load(elsewhere, tree)),
         text_of(lambda: fl.checkpoint.load(where, wrong)),
     ]
 
@@ -156,7 +199,6 @@ def test_a_failure_on_one_rank_is_one_of_all(world: World, place: Path) -> None:
     wanted = [
         "TypeError: state_dict: leaf 'n' must be a tensor, a bool, a number or a string, got object",
         "TypeError: state_dict: leaf 'n' must be a tensor, a bool, a number or a string, got object",
-        f"FileNotFoundError: checkpoint.load: there is no checkpoint at '{where}-elsewhere'",
         "ValueError: checkpoint.load: leaf 'n' was saved with kind 'int', but the state has 'float'",
     ]
     assert world.run(on_one_rank_only, where) == [[f"{text} (on rank 1)" for text in wanted], wanted]
@@ -173,6 +215,7 @@ def different_trees(where: str) -> Any:
         text_of(lambda: fl.checkpoint.async_save(where, other)),
         text_of(lambda: fl.checkpoint.save(where, {**tree, "n": me})),
         text_of(lambda: fl.checkpoint.save(f"{where}-{me}", tree)),
+        text_of(lambda: fl.checkpoint.load(f"{where}-{me}", tree)),
     ]
 
 
@@ -187,9 +230,52 @@ def test_ranks_that_do_not_save_the_same(world: World, place: Path) -> None:
                 ("async_save", "the tree's structure"),
                 ("save", "a number in the tree"),
                 ("save", "path"),
+                ("load", "path"),
             )
         ]
     assert not list(place.glob("different*"))
+
+
+def odd_numbers(where: str) -> Any:
+    fl.checkpoint.save(where, {"best": float("nan"), "worst": -math.inf, "rate": np.float64(0.1)})
+    return repr(fl.checkpoint.load(where, {"best": 0.0, "worst": 0.0, "rate": 0.0}))
+
+
+@two
+def test_a_number_that_is_none_is_the_same_on_all_ranks(world: World, place: Path) -> None:
+    assert world.run(odd_numbers, str(place / "nan")) == ["{'best': nan, 'worst': -inf, 'rate': 0.1}"] * 2
+
+
+def load_while_it_is_replaced(where: str) -> Any:
+    """Rank 1 reads the numbers when rank 0 has read them, and another checkpoint has taken the place."""
+    read, done = fl.checkpoint._read, Path(where + ".done")
+
+    def later(speaker: str, folder: Path, metadata: Any, wanted: dict[str, Any]) -> Any:
+        if "n" not in wanted or done.exists():
+            return read(speaker, folder, metadata, wanted)
+        if w.rank() == 0:
+            found = read(speaker, folder, metadata, wanted)
+            os.rename(where, where + "-old")
+            os.rename(where + "-new", where)
+            done.touch()
+            return found
+        while not done.exists():
+            time.sleep(0.001)
+        return read(speaker, folder, metadata, wanted)
+
+    fl.checkpoint._read = later
+    try:
+        return load(where)
+    finally:
+        fl.checkpoint._read = read
+
+
+@two
+def test_all_ranks_load_one_checkpoint(world: World, place: Path) -> None:
+    where = str(place / "replaced")
+    world.run(save, where, 1)
+    saved = world.run(save, where + "-new", 2)
+    assert world.run(load_while_it_is_replaced, where) == saved
 
 
 def lost_on_the_way(where: str) -> Any:
@@ -214,7 +300,7 @@ def test_ranks_without_a_disk_in_common(world: World, place: Path) -> None:
     """The older checkpoint is not replaced by one that lacks a rank's file."""
     where = str(place / "lost")
     saved = world.run(save, where, 1)
-    file = f"{where}.partial/__1_0.distcp"
+    file = partial(where) / "__1_0.distcp"
     texts = world.run(lost_on_the_way, where)
     assert texts[0] == f"ValueError: checkpoint.save: the file '{file}' of the checkpoint is missing"
     assert texts[1] == texts[0] + " (on rank 0)"

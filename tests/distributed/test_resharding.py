@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import world as w
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from whole import bits
@@ -258,3 +259,39 @@ def test_a_plain_file_is_not_a_shard(world: World) -> None:
         )
         assert still
         assert step
+
+
+def other_meshes(where: str) -> Any:
+    """A state on one mesh, and states of the same placements on meshes of another order or shape."""
+    tx, full, places = fl.adamw8bit(1e-2), w.random((64, 256), 0), (Replicate(), Shard(0))
+
+    def trained(ranks: list[list[int]], steps: int) -> Any:
+        mesh = DeviceMesh("cpu", ranks)
+        params = {"w": w.shard(full, mesh, *places)}
+        state = tx.init(params)
+        for _ in range(steps):
+            state = tx.update(params, state, params)[1]
+        return state
+
+    state = trained([[0, 1], [2, 3]], 1)
+    fl.checkpoint.save(where, state)
+    texts = []
+    for ranks in ([[0, 2], [1, 3]], [[0], [1], [2], [3]], [[0, 1], [2, 3]]):
+        own = trained(ranks, 0)
+        assert w.of_state(fl.checkpoint.load(where, own)) == w.of_state(state)
+        try:
+            assert w.of_state(fl.load_state_dict(own, fl.state_dict(state))) == w.of_state(state)
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.parametrize("world", [4], indirect=True, ids="W={}".format)
+def test_equal_placements_on_another_mesh(world: World, place: Path) -> None:
+    """The shards are other parts of the tensor there: they are refused, but for a checkpoint, which moves them."""
+    for texts in world.run(other_meshes, str(place / "meshes")):
+        assert texts == [
+            f"load_state_dict: '0.mu.w.codes' must be on a mesh of the ranks {ranks}, got [[0, 1], [2, 3]]; "
+            "checkpoint.save and load take any mesh"
+            for ranks in ([[0, 2], [1, 3]], [[0], [1], [2], [3]])
+        ]
