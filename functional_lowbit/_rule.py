@@ -252,7 +252,8 @@ class Leafwise(Part):
             # As whole sharded leaves are, so that what an operation makes of strides is the same.
             g, p, fields = g.contiguous(), None if p is None else p.contiguous(), [x.contiguous() for x in fields]
         named = dict(zip(task.fields, fields, strict=True))
-        given = [x for x in (g, p, *fields) if type(x) in (Tensor, nn.Parameter) and not x.is_inference()]
+        plain = (Tensor, nn.Parameter)  # others, of function transforms, have no versions
+        given = [x for x in (g, p, *fields) if x is not None and type(x) in plain and not x.is_inference()]
         versions = [x._version for x in given]
         result = self._watched_leaf(speaker, task, g, named, p, scalars)
         if can_watch() and versions != [x._version for x in given]:

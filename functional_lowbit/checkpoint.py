@@ -126,7 +126,7 @@ def load(path: str | os.PathLike[str], tree: Any, *, convert: bool = False) -> A
         convert: As in `load_state_dict`: whether another format or block size may be converted.
 
     Returns:
-        A new tree. `model.load_state_dict(loaded["params"])` puts parameters into a module.
+        A new tree. `model.load_state_dict(loaded["model"])` puts what `model.state_dict()` gave back into a module.
 
     Raises:
         FileNotFoundError: if there is no checkpoint; another OSError for a place that cannot be looked at.

@@ -139,8 +139,11 @@ WHY = "; the mesh cuts its rows, so each shard has blocks of its own"
 
 
 @pytest.mark.parametrize("world", [2, 3, 4], indirect=True, ids="W={}".format)
-@pytest.mark.parametrize("clipped", [False, True], ids=["", "clipped"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("format", "clipped"),
+    [*((f, False) for f in FORMATS), *((f, True) for f in ("companded8", "root4", "bfloat16", "float32"))],
+    ids=lambda x: x if isinstance(x, str) else "clipped" if x else "",
+)
 def test_what_is_bit_equal_and_what_is_bounded(
     world: World, alone: Callable[..., Any], format: str, clipped: bool
 ) -> None:
