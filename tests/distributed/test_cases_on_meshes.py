@@ -102,7 +102,7 @@ def case_5_step(model: nn.Module, params: Any, step: Any, state: Any, k: int) ->
 
 
 @pytest.mark.parametrize("world", [2], indirect=True, ids="W={}".format)
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("rounding", ["stochastic"])  # to the nearest: test_resume.py
 def test_case_5_goes_on_as_if_nothing_had_happened(world: World, place: Path, rounding: str) -> None:
     for seen in world.run(case_5, str(place / f"case-5-{rounding}"), rounding):
         assert set(seen) == set(fl.formats.names())
