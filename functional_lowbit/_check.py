@@ -184,7 +184,10 @@ def moment_shape(speaker: str, field: str, path: str, leaf: Any, value: Any) -> 
 
 def sharding(speaker: str, what: str, leaf: Any, value: Any) -> None:
     """Refuse a part of a state that is sharded unlike its parameter: kernels would read and write behind its end."""
-    got, expected = (getattr(x, "placements", None) or "none (a plain tensor)" for x in (value, leaf))
+    got, expected = getattr(value, "placements", None), getattr(leaf, "placements", None)
+    if got is None and expected is None:
+        return
+    got, expected = (x or "none (a plain tensor)" for x in (got, expected))
     if got == expected:
         got, expected = mesh_of(value), mesh_of(leaf)
     if got != expected:
