@@ -53,9 +53,14 @@ def finite(speaker: str, name: str, value: Tensor) -> Tensor:
     return value
 
 
+def is_transformation(x: Any) -> bool:
+    """Whether something is an (init, update) pair."""
+    return callable(getattr(x, "init", None)) and callable(getattr(x, "update", None))
+
+
 def transformation(speaker: str, name: str, tx: Any) -> None:
     """Refuse what is no (init, update) pair, for instance an optimizer's function that was not called."""
-    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+    if not is_transformation(tx):
         hint = f"; call it: {tx.__name__}(...)" if callable(tx) and hasattr(tx, "__name__") else ""
         raise TypeError(f"{speaker}: {name} must be a GradientTransformation, got {type(tx).__name__}{hint}")
 

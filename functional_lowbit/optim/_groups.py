@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from functional_lowbit._base import GradientTransformation
+from functional_lowbit._check import is_transformation
 from functional_lowbit.optim._hyper import Hypers
 
 
@@ -23,11 +24,11 @@ class NumberlessGroup(dict[str, Any]):
 def check_tx(tx: Any, with_defaults: bool) -> None:
     """Refuse what is neither a transformation nor, with defaults, a function that makes one."""
     kind = type(tx).__name__
-    if not with_defaults and not _is_transformation(tx):
+    if not with_defaults and not is_transformation(tx):
         raise TypeError(
             f"Optimizer: tx must be a GradientTransformation, got {kind}; a function that makes one needs defaults"
         )
-    if with_defaults and (_is_transformation(tx) or not callable(tx)):
+    if with_defaults and (is_transformation(tx) or not callable(tx)):
         raise TypeError(f"Optimizer: with defaults, tx must be a function of hyperparameters, got {kind}")
 
 
@@ -85,7 +86,7 @@ def make_tx(
     hypers = Hypers(function, defaults, groups[index])
     hypers.read("Optimizer: param_groups", groups, index)
     tx = function(**hypers.values)
-    if not _is_transformation(tx):
+    if not is_transformation(tx):
         raise TypeError(
             f"Optimizer: tx(**hyperparameters) must return a GradientTransformation, got {type(tx).__name__}"
         )
@@ -97,7 +98,3 @@ def _has_numbers(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(_has_numbers, value))
     return isinstance(value, (Real, tuple, Tensor)) and not isinstance(value, bool)  # Real: numpy's numbers too
-
-
-def _is_transformation(x: Any) -> bool:
-    return hasattr(x, "init") and hasattr(x, "update")
