@@ -10,6 +10,8 @@ PIP_FLAGS   ?=
 DEMO_ARGS   ?=
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
+# Processes that `make test` spreads the test files over.
+JOBS        ?= 2
 
 # Threads that wait sleep instead of spinning: several ranks on few cores otherwise keep each other from working.
 export OMP_WAIT_POLICY ?= passive
@@ -25,13 +27,13 @@ help:
 	@echo 'make lint | format | types            ruff check, ruff format, pyright'
 	@echo 'make wheel-check                      build the wheel and try it from another folder'
 	@echo 'make clean | distclean                remove build leftovers | and the environments too'
-	@echo 'Variables: PYTHON, VENV, PARITY_VENV, PIP_FLAGS (for example an index that has CPU builds of torch)'
+	@echo 'Variables: JOBS, PYTHON, VENV, PARITY_VENV, PIP_FLAGS (for example an index that has CPU builds of torch)'
 
 demo: $(VENV)/.installed-demo
 	$(VENV)/bin/python examples/byte_lm.py $(DEMO_ARGS)
 
 test: $(VENV)/.installed-test
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 parity: $(PARITY_VENV)/.installed-parity
 	$(PARITY_VENV)/bin/python -m pytest tests/parity $(PYTEST_ARGS)
