@@ -20,9 +20,9 @@ TreeDef = optree.PyTreeSpec
 def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
     """Leaves in order, and the structure that rebuilds the tree from them. None is no leaf."""
     leaves, treedef = optree.tree_flatten(tree)
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            namespace = _namespace_of(type(leaf))
+    for cls in dict.fromkeys(map(type, leaves)):
+        if not issubclass(cls, Tensor):
+            namespace = _namespace_of(cls)
             if namespace is not None:
                 return optree.tree_flatten(tree, namespace=namespace)
     return leaves, treedef
