@@ -88,6 +88,10 @@ class NamedChain(Chain):
         """The parts' states, by name."""
         return self.join(None, super().init_state(params, rest))
 
+    def structure(self) -> Any:
+        """The names: a chain made anew with other numbers has the same."""
+        return self.names
+
     def split(self, state: Any) -> Sequence[Any]:
         """The parts' states."""
         if not isinstance(state, dict) or state.keys() != set(self.names):

@@ -45,6 +45,10 @@ class Partition(Composite):
         """The groups' states, each for its own leaves."""
         return self.join(None, [init_with(tx, params, rest) for tx in self.inner])
 
+    def structure(self) -> Any:
+        """The labels: a partition made anew with other numbers has the same."""
+        return self.labels
+
     def split(self, state: Any) -> Sequence[Any]:
         """The groups' states."""
         if not isinstance(state, PartitionState):

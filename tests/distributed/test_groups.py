@@ -49,24 +49,34 @@ RULES: dict[str, Callable[[], Any]] = {
         fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2)), freeze_mask=lambda path, leaf: leaf.ndim < 2
     ),
 }
-MESHES = {
-    "rows": lambda x: w.shard(x),
-    "hsdp": lambda x: w.shard(x, w.mesh(2, 2), Replicate(), Shard(0)),
-    "plain": lambda x: x,
+ALONG_COLUMNS = {"layer.w", "layer.short"}  # whose blocks a cut in two leaves whole
+
+
+def tensor_parallel(name: str, x: Any) -> Any:
+    cut = Shard(1) if name in ALONG_COLUMNS else Shard(0) if x.ndim > 1 else Replicate()
+    return w.shard(x, w.mesh(), cut)
+
+
+MESHES: dict[str, Callable[[str, Any], Any]] = {
+    "plain": lambda name, x: x,
+    "rows": lambda name, x: w.shard(x),
+    "tensor parallel": tensor_parallel,
+    "hsdp": lambda name, x: w.shard(x, w.mesh(2, 2), Replicate(), Shard(0)),
 }
+OF_SIZE = {1: ["rows"], 2: ["rows", "tensor parallel"], 3: ["rows"], 4: ["rows", "hsdp"]}
 
 
 def train(rule: str, way: str, on: str) -> dict[str, Any]:
     """Three steps, an Inf in the second gradient of `embed` where a gate is there to see it."""
     tx, cut = RULES[rule](), MESHES[on]
-    params = {name: cut(w.random(shape, i)) for i, (name, shape) in enumerate(SHAPES.items())}
+    params = {name: cut(name, w.random(shape, i)) for i, (name, shape) in enumerate(SHAPES.items())}
     state = tx.init(params)
     step = w.take(tx, way)
     for t in range(3):
         full = {name: w.random(shape, 100 * (t + 1) + i) for i, (name, shape) in enumerate(SHAPES.items())}
         if t == 1 and "gate" in rule:
             full["embed"][-1, -1] = torch.inf
-        params, state = step({name: cut(x) for name, x in full.items()}, state, params)
+        params, state = step({name: cut(name, x) for name, x in full.items()}, state, params)
     return {"params": w.fingerprint(params), "state": w.of_state(state)}
 
 
@@ -81,10 +91,8 @@ def train(rule: str, way: str, on: str) -> dict[str, Any]:
 )
 def test_the_bits_of_one_process(world: World, alone: Callable[..., Any], rule: str, way: str) -> None:
     plain = alone(train, rule, way, "plain")
-    for result in world.run(train, rule, way, "rows"):
-        assert result == plain
-    if world.size == 4:
-        for result in world.run(train, rule, way, "hsdp"):
+    for on in OF_SIZE[world.size]:
+        for result in world.run(train, rule, way, on):
             assert result == plain
 
 
