@@ -41,7 +41,12 @@ from functional_lowbit.transforms._adam import (
     scale_by_adam as scale_by_adam,
 )
 from functional_lowbit.transforms._centralize import centralize as centralize
-from functional_lowbit.transforms._chain import chain as chain, identity as identity, stateless as stateless
+from functional_lowbit.transforms._chain import (
+    chain as chain,
+    identity as identity,
+    named_chain as named_chain,
+    stateless as stateless,
+)
 from functional_lowbit.transforms._clip import clip as clip, clip_by_global_norm as clip_by_global_norm
 from functional_lowbit.transforms._decay import add_decayed_weights as add_decayed_weights
 from functional_lowbit.transforms._factored import (
@@ -51,6 +56,11 @@ from functional_lowbit.transforms._factored import (
 from functional_lowbit.transforms._finite import (
     ApplyIfFiniteState as ApplyIfFiniteState,
     apply_if_finite as apply_if_finite,
+)
+from functional_lowbit.transforms._freeze import (
+    freeze as freeze,
+    selective_transform as selective_transform,
+    set_to_zero as set_to_zero,
 )
 from functional_lowbit.transforms._lion import (
     ScaleByLionState as ScaleByLionState,
@@ -68,6 +78,11 @@ from functional_lowbit.transforms._orthogonalize import (
     ScaleByMuonState as ScaleByMuonState,
     orthogonalize as orthogonalize,
     scale_by_muon as scale_by_muon,
+)
+from functional_lowbit.transforms._partition import (
+    PartitionState as PartitionState,
+    multi_transform as multi_transform,
+    partition as partition,
 )
 from functional_lowbit.transforms._scale import (
     scale as scale,

@@ -15,14 +15,15 @@ from torch import Tensor
 from functional_lowbit._base import Tree
 
 TreeDef = optree.PyTreeSpec
+_OWN: set[type] = set()  # registered by `register`
 
 
 def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
     """Leaves in order, and the structure that rebuilds the tree from them. None is no leaf."""
     leaves, treedef = optree.tree_flatten(tree)
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            namespace = _namespace_of(type(leaf))
+    for cls in dict.fromkeys(map(type, leaves)):
+        if not issubclass(cls, Tensor):
+            namespace = _namespace_of(cls)
             if namespace is not None:
                 return optree.tree_flatten(tree, namespace=namespace)
     return leaves, treedef
@@ -99,6 +100,9 @@ def children(node: Any) -> tuple[list[Any], list[str], Callable[[Sequence[Any]],
     """One level of a tree: the children, their names, and how to rebuild the node; None for a leaf."""
     if isinstance(node, Tensor):
         return None
+    if type(node) in _OWN:  # a mask has one such node for each leaf: optree would take most of a step's time
+        cls, (kids, aux) = type(node), node.tree_flatten()
+        return list(kids), list(cls.TREE_FIELDS), lambda new: cls.tree_unflatten(aux, list(new))
     try:
         kids, metadata, entries, rebuild = optree.tree_flatten_one_level(
             node, namespace=_namespace_of(type(node)) or ""
@@ -137,4 +141,5 @@ def register(cls: Any) -> Any:
         lambda kids, aux: cls.tree_unflatten(aux, kids),
         serialized_type_name=f"functional_lowbit.{cls.__name__}",
     )
+    _OWN.add(cls)
     return cls

@@ -202,6 +202,24 @@ def test_case_10_masks(mask, depth):
     assert same(run_step(fl.compile(tx, backend="eager"), clone(params), grads, tx.init(params)), got)
 
 
+def test_case_10_a_mask_of_path_and_leaf_inside_others():
+    """Paths and leaves are those of the whole tree, however many masks are around."""
+    params = random_like({"enc": {"w": torch.empty(4, 3), "b": torch.empty(3)}, "dec": [torch.empty(2, 2)]}, seed=0)
+    grads = [random_like(params, seed=1 + t) for t in range(3)]
+    seen: set[tuple[str, int]] = set()
+
+    def mask(path: str, leaf: torch.Tensor) -> bool:
+        seen.add((path, leaf.ndim))
+        return path == "enc.w"
+
+    around = {"enc": True, "dec": False}
+    wanted = run_pure(fl.masked(fl.adam(0.1), {"enc": {"w": True, "b": False}, "dec": False}), params, grads)
+    tx = fl.masked(fl.masked(fl.adam(0.1), mask), around)
+    assert same(run_pure(tx, params, grads)[0], wanted[0])
+    assert same(run_step(fl.compile(tx, backend="eager"), clone(params), grads, tx.init(params))[0], wanted[0])
+    assert seen == {("enc.w", 2), ("enc.b", 1)}
+
+
 def _spread(mask: Any, tree: Any) -> Any:
     if isinstance(mask, bool):
         return fl.tree.map(lambda _: mask, tree)

@@ -61,6 +61,16 @@ TABLE: dict[str, Callable[[], fl.GradientTransformation]] = {
         fl.low_bit(fl.scale_by_adam()), fl.scale_by_trust_ratio(), fl.scale(-0.01)
     ),
     "apply_if_finite": lambda: fl.apply_if_finite(fl.adamw(0.01)),
+    "set_to_zero": fl.set_to_zero,
+    "freeze (mask)": lambda: fl.chain(fl.adamw(0.01), fl.freeze(lambda path, leaf: path == "b")),
+    "selective_transform (mask)": lambda: fl.selective_transform(
+        fl.adamw8bit(0.01), freeze_mask={**SMALL_MASK, "b": False}
+    ),
+    "named_chain": lambda: fl.named_chain(("clip", fl.clip_by_global_norm(0.5)), ("adamw", fl.adamw8bit(0.01))),
+    "partition (mask)": lambda: fl.partition(
+        {"matrix": fl.adamw8bit(0.01, weight_decay=0.1), "rest": fl.adamw(0.01)},
+        lambda path, leaf: "matrix" if path == "w" else "rest",
+    ),
     "master_weights": lambda: fl.master_weights(fl.adamw8bit(0.01)),  # see test_master.py for bfloat16
     "chain": lambda: fl.chain(fl.clip_by_global_norm(0.5), fl.adamw8bit(0.01)),
     "chain of nothing": fl.chain,

@@ -227,7 +227,7 @@ INIT: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
         lambda: fl.masked(fl.adam(0.1), {"enc": {"w": 1}, "b": True}),
         _params(),
         TypeError,
-        "masked: mask must hold bools, got int",
+        "masked: mask at 'enc.w' must be a bool, got int",
     ),
 ]
 

@@ -26,7 +26,7 @@ FLOORS = {
         "_chunks",
     },
     1: {"_folder", "_tree", "_grid", "formats._format", "_cpp_source", "_cpp_norm"},
-    2: {"_guard", "_interrupted", "sharding"}
+    2: {"_guard", "_interrupted", "_per_leaf", "sharding"}
     | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
     3: {"_check", "formats", "_collectives", "_current", "_index", "_parts", "_task"},
     4: {"_quantized", "_exact_sum", "_like_params", "_norm", "_statistics", "_whole", "schedules"},
@@ -46,8 +46,8 @@ FLOORS = {
     7: {"_native", "_reading", "transforms._chain", "transforms._clip", "transforms._masked", "transforms._scale"}
     | {"transforms._centralize", "transforms._factored", "transforms._trust_ratio"},
     8: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
-    | {"transforms._orthogonalize"},
-    9: {"_run", "_donate", "_safetensors", "transforms._adam", "transforms._lion"},
+    | {"transforms._orthogonalize", "transforms._partition"},
+    9: {"_run", "_donate", "_safetensors", "transforms._adam", "transforms._freeze", "transforms._lion"},
     10: {"_compile", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"},
     11: {"optim._groups", "optim._param_tree"},
     12: {"optim._optimizer"},
@@ -199,7 +199,8 @@ def test_every_public_name_has_a_docstring_with_an_example_that_runs(name):
 
 def test_the_names_of_the_contract_are_there():
     names = (
-        "GradientTransformation apply_updates leafwise chain identity stateless masked apply_if_finite scale "
+        "GradientTransformation apply_updates leafwise chain named_chain identity stateless masked apply_if_finite "
+        "scale partition multi_transform freeze selective_transform set_to_zero "
         "scale_by_schedule scale_by_learning_rate add_decayed_weights clip clip_by_global_norm trace scale_by_adam "
         "adam adamw adam8bit adamw8bit adam4bit adamw4bit adamfp8 adamwfp8 sgd sgd8bit lion lion8bit scale_by_lion "
         "master_weights master_params "

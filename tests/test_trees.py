@@ -58,6 +58,10 @@ TXS = {
     "adamw8bit": lambda: fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(0.1)),
     "apply_if_finite": lambda: fl.apply_if_finite(fl.lion8bit(0.1)),
     "masked": lambda: fl.masked(fl.adam(0.1), lambda params: fl.tree.map(lambda p: p.ndim > 1, params)),
+    "partition": lambda: fl.partition(
+        {"matrix": fl.adamw8bit(0.1), "rest": fl.sgd(0.1, 0.9)},
+        lambda path, leaf: "matrix" if leaf.ndim > 1 else "rest",
+    ),
     "stateless": lambda: fl.chain(fl.stateless(lambda u, p: fl.tree.add(u, p)), fl.sgd(0.1, 0.9)),
 }
 

@@ -152,7 +152,7 @@ def adamw(
         eps_root: Added under the square root; in units of the squared gradient.
         weight_decay: Fraction of the parameter, >= 0; multiplied by the learning rate. optax's default, 1e-4; torch's
             is 1e-2.
-        mask: Which leaves decay: a tree of bools, or a function of params to one. All, if None.
+        mask: Which leaves decay: a tree of bools, a function of params to one, or of path and leaf. All, if None.
         nesterov: Look one step ahead in the first moment (NAdamW).
 
     Raises:

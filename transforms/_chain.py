@@ -1,5 +1,6 @@
 """chain: apply transformations one after the other."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,11 +19,11 @@ class Chain(Composite):
     def __init__(self, inner: Sequence[GradientTransformation]):
         self.inner = tuple(inner)
 
-    def init(self, params: Tree) -> tuple[Any, ...]:
+    def init(self, params: Tree) -> Any:
         """A tuple of the parts' states."""
         return self.init_state(params, rest_in_float32)
 
-    def init_state(self, params: Tree, rest: Rest) -> tuple[Any, ...]:
+    def init_state(self, params: Tree, rest: Rest) -> Any:
         """A tuple of the parts' states."""
         return tuple(init_with(tx, params, rest) for tx in self.inner)
 
@@ -36,7 +37,7 @@ class Chain(Composite):
             )
         return state
 
-    def join(self, state: Any, states: Sequence[Any]) -> tuple[Any, ...]:
+    def join(self, state: Any, states: Sequence[Any]) -> Any:
         """A tuple again."""
         return tuple(states)
 
@@ -73,6 +74,76 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     for i, tx in enumerate(transformations):
         _check.transformation("chain", f"argument {i}", tx)
     part = Chain(transformations)
+    return GradientTransformation(part.init, part)
+
+
+class NamedChain(Chain):
+    """The `update` of a chain whose parts have names."""
+
+    def __init__(self, names: Sequence[str], inner: Sequence[GradientTransformation]):
+        super().__init__(inner)
+        self.names = tuple(names)
+
+    def init_state(self, params: Tree, rest: Rest) -> Any:
+        """The parts' states, by name."""
+        return self.join(None, super().init_state(params, rest))
+
+    def structure(self) -> Any:
+        """The names: a chain made anew with other numbers has the same."""
+        return self.names
+
+    def split(self, state: Any) -> Sequence[Any]:
+        """The parts' states."""
+        if not isinstance(state, dict) or state.keys() != set(self.names):
+            got = f"one of {', '.join(map(str, state))}" if isinstance(state, dict) else type(state).__name__
+            raise ValueError(
+                f"named_chain.update: the state must be a dict of {', '.join(self.names)}, got {got}; it was made for "
+                "another transformation"
+            )
+        return [state[name] for name in self.names]
+
+    def join(self, state: Any, states: Sequence[Any]) -> Any:
+        """A dict again, in the order of the parts."""
+        return OrderedDict(zip(self.names, states, strict=True))
+
+
+def named_chain(*transformations: tuple[str, GradientTransformation]) -> GradientTransformation:
+    """Apply transformations one after the other, and keep their states by name.
+
+    Args:
+        *transformations: Any number of (name, transformation) pairs. Names are strings, each another.
+
+    Returns:
+        A transformation whose state is an `OrderedDict` from name to the part's state.
+
+    Raises:
+        TypeError: for an argument that is no pair of a string and a transformation.
+        ValueError: for a name that is given twice.
+
+    References:
+        optax.named_chain.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> tx = fl.named_chain(("clip", fl.clip(1.0)), ("momentum", fl.trace(0.9)), ("lr", fl.scale(-0.5)))
+        >>> updates, state = tx.update(torch.tensor([0.5, 4.0]), tx.init(torch.zeros(2)))
+        >>> updates, state["momentum"].trace
+        (tensor([-0.2500, -0.5000]), tensor([0.5000, 1.0000]))
+    """
+    names: list[str] = []
+    for i, pair in enumerate(transformations):
+        if _check.is_transformation(pair) or not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(
+                f"named_chain: argument {i} must be a pair (name, transformation), got {type(pair).__name__}"
+            )
+        name, tx = pair
+        if not isinstance(name, str):
+            raise TypeError(f"named_chain: the name of argument {i} must be a string, got {type(name).__name__}")
+        if name in names:
+            raise ValueError(f"named_chain: names must differ, got {name!r} twice")
+        _check.transformation("named_chain", repr(name), tx)
+        names.append(name)
+    part = NamedChain(names, [tx for _, tx in transformations])
     return GradientTransformation(part.init, part)
 
 

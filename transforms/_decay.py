@@ -13,7 +13,7 @@ def add_decayed_weights(weight_decay: Hyper = 0.0, mask: Mask | None = None) -> 
 
     Args:
         weight_decay: Fraction of the parameter, >= 0.
-        mask: Which leaves decay: a tree of bools, or a function of params to one. All, if None.
+        mask: Which leaves decay: a tree of bools, a function of params to one, or of path and leaf. All, if None.
 
     Raises:
         TypeError, ValueError: for a decay that is no number, not finite or negative.

@@ -71,7 +71,7 @@ def lion(
         b1: Weight of the momentum in the step, in [0, 1).
         b2: Decay per step of the momentum, in [0, 1).
         weight_decay: Fraction of the parameter, >= 0; multiplied by the learning rate.
-        mask: Which leaves decay: a tree of bools, or a function of params to one. All, if None.
+        mask: Which leaves decay: a tree of bools, a function of params to one, or of path and leaf. All, if None.
 
     Raises:
         TypeError, ValueError: for a hyperparameter that is no number or out of its range.

@@ -1,15 +1,20 @@
 """masked: apply a transformation to some leaves and pass the others through."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
 
 from functional_lowbit import _check, _tree
 from functional_lowbit._base import GradientTransformation, Tree, call_update
 from functional_lowbit._like_params import rest_in_float32
 from functional_lowbit._parts import Composite, Rest, init_with
+from functional_lowbit._per_leaf import PerLeaf
 
-Mask: TypeAlias = Tree | Callable[[Tree], Tree]
-"""A tree of bools that begins like params (a bool stands for all leaves below it), or a function of params to one."""
+Mask: TypeAlias = Tree | Callable[[Tree], Tree] | Callable[[str, Tensor], bool]
+"""A tree of bools that begins like params (a bool stands for all leaves below it), a function of params to one, or
+`mask(path, leaf) -> bool`. It must not change while a state is in use."""
 
 
 @_tree.register
@@ -46,9 +51,10 @@ class MaskedState(NamedTuple):
 class Masked(Composite):
     """The `update` of a masked transformation."""
 
-    def __init__(self, inner: GradientTransformation, mask: Mask):
+    def __init__(self, inner: GradientTransformation, mask: Callable[[Tree], list[bool]], masks_extra_args: bool):
         self.inner = (inner,)
-        self.mask = mask
+        self.mask = mask  # whether each leaf of a tree is kept, in order
+        self.masks_extra_args = masks_extra_args
 
     def init(self, params: Tree) -> MaskedState:
         """The inner state for the leaves that are kept."""
@@ -73,65 +79,67 @@ class Masked(Composite):
 
     def narrow(self, params: Tree) -> Tree:
         """The tree with `MaskedNode` where the mask is False."""
-        return self._narrow(params, params)
-
-    def _narrow(self, tree: Tree, params: Tree) -> Tree:
-        mask = self.mask(params) if callable(self.mask) else self.mask
-        keeps, treedef = _tree.flatten(mask)
-        try:
-            subtrees = _tree.flatten_up_to(treedef, tree)
-        except ValueError as error:
-            difference = _tree.difference(treedef, tree) or error
-            raise ValueError(f"masked: mask must begin like params, but in params {difference}") from error
-        return _tree.unflatten(treedef, [_keep(keep, sub) for keep, sub in zip(keeps, subtrees, strict=True)])
-
-    def _narrow_updates(self, updates: Tree, reference: Tree) -> Tree:
-        """Updates with `MaskedNode` where the mask is False, also where an update is None."""
-        _, treedef = _tree.flatten(reference)
-        us = _check.same_structure("masked.update", "updates", treedef, updates)
-        seen = _tree.flatten_up_to(treedef, self.narrow(reference))
-        return _tree.unflatten(treedef, [x if isinstance(x, MaskedNode) else u for u, x in zip(us, seen, strict=True)])
+        leaves, treedef = _tree.flatten(params)
+        return _hide(treedef, leaves, self.mask(params))
 
     def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         """The inner update of the leaves that are kept; the others as they came."""
         reference = updates if params is None else params
+        leaves, treedef = _tree.flatten(reference)
+        keeps = self.mask(reference)
+        old = _check.same_structure("masked.update", "updates", treedef, updates)
+        if self.masks_extra_args:
+            extra = {name: _hide_like(treedef, value, keeps) for name, value in extra.items()}
         inner_updates, inner_state = call_update(
             self.inner[0].update,
-            self._narrow_updates(updates, reference),
+            _hide(treedef, old, keeps),
             self.split(state)[0],
-            None if params is None else self.narrow(params),
+            None if params is None else _hide(treedef, leaves, keeps),
             extra,
         )
-        _, treedef = _tree.flatten(reference)
-        merged = [
-            old if isinstance(new, MaskedNode) else new
-            for new, old in zip(
-                _tree.flatten_up_to(treedef, inner_updates), _tree.flatten_up_to(treedef, updates), strict=True
-            )
-        ]
+        new = _tree.flatten_up_to(treedef, inner_updates)
+        merged = [n if keep else o for keep, n, o in zip(keeps, new, old, strict=True)]
         return _tree.unflatten(treedef, merged), MaskedState(inner_state)
 
 
-def _keep(keep: Any, subtree: Tree) -> Tree:
-    if isinstance(keep, MaskedNode) or isinstance(subtree, MaskedNode):
-        return subtree
-    if not isinstance(keep, bool):
-        raise TypeError(f"masked: mask must hold bools, got {type(keep).__name__}")
-    return subtree if keep else _tree.map_leaves(lambda _: MaskedNode(), subtree)
+def _hide(treedef: _tree.TreeDef, leaves: Sequence[Any], keeps: Sequence[bool]) -> Tree:
+    return _tree.unflatten(treedef, [x if keep else MaskedNode() for keep, x in zip(keeps, leaves, strict=True)])
 
 
-def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
+def _hide_like(treedef: _tree.TreeDef, value: Any, keeps: Sequence[bool]) -> Any:
+    """An extra argument, its leaves hidden if it has the structure of the parameters."""
+    leaves, own = _tree.flatten(value)
+    return _hide(treedef, leaves, keeps) if own == treedef else value
+
+
+def bools(per_leaf: PerLeaf, params: Tree) -> list[bool]:
+    """The values of a mask, which must be bools."""
+    values = per_leaf(params)
+    for i, value in enumerate(values):
+        if not isinstance(value, bool):
+            what = per_leaf.where(_tree.flatten(params)[1], i)
+            raise TypeError(f"{per_leaf.speaker}: {what} must be a bool, got {type(value).__name__}")
+    return values
+
+
+def masked(
+    inner: GradientTransformation, mask: Mask, *, mask_compatible_extra_args: bool = False
+) -> GradientTransformation:
     """Apply a transformation to the leaves where the mask is True; the other updates pass through.
 
     Args:
         inner: The transformation.
-        mask: A tree of bools that begins like params, or a function of params that returns one.
+        mask: A tree of bools that begins like params; a function of params that returns one; or
+            `mask(path, leaf) -> bool`, a function with two parameters. A path reads like `layers.0.weight`; `leaf` is
+            the parameter, or the update where `update` is called without params.
+        mask_compatible_extra_args: Whether extra arguments that have the structure of params are masked too.
 
     Returns:
         A transformation whose state is a `MaskedState`; its moments have `MaskedNode()` at the leaves left out.
 
     Raises:
-        TypeError: if `inner` is no GradientTransformation; if the mask holds anything but bools.
+        TypeError: if `inner` is no GradientTransformation; if the mask holds anything but bools, or is a function of
+            another number of arguments.
         ValueError: if the mask does not begin like params.
 
     References:
@@ -143,7 +151,10 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
         >>> params = {"w": torch.ones(1), "b": torch.ones(1)}
         >>> tx.update(params, tx.init(params))[0]
         {'w': tensor([2.]), 'b': tensor([1.])}
+        >>> tx = fl.masked(fl.scale(2.0), lambda path, leaf: path.endswith("b"))
+        >>> tx.update(params, tx.init(params))[0]
+        {'w': tensor([1.]), 'b': tensor([2.])}
     """
     _check.transformation("masked", "inner", inner)
-    part = Masked(inner, mask)
+    part = Masked(inner, partial(bools, PerLeaf("masked", "mask", mask)), mask_compatible_extra_args)
     return GradientTransformation(part.init, part)

@@ -15,6 +15,7 @@ from functional_lowbit import _tree
 from functional_lowbit._checkpoint import load_state_dict, state_dict
 from functional_lowbit._quantized import QuantizedTensor
 from functional_lowbit.sharding import local_of
+from functional_lowbit.transforms._partition import PartitionState
 
 SCHEMA = "schema"  # as in fl.state_dict
 
@@ -23,18 +24,21 @@ def map_leaves(visit: Callable[[str | None, str, Any], Any], state: Any, names: 
     """A state with `visit(parameter, name, leaf)` in place of each leaf; a `QuantizedTensor` is one leaf.
 
     A dict with exactly the parameters' names has a part for each parameter, and does not appear in the leaf's name:
-    `0.mu`. What is in no such dict belongs to all: the parameter is None.
+    `0.mu`. What is in no such dict belongs to all: the parameter is None. The labels of a `partition` may be called as
+    the parameters are, and are none.
     """
     wanted = set(names)
 
-    def walk(node: Any, path: str, owner: str | None) -> Any:
+    def walk(node: Any, path: str, owner: str | None, is_labelled: bool = False) -> Any:
         level = None if isinstance(node, QuantizedTensor) else _tree.children(node)
         if level is None:
             return visit(owner, path or "state", node)
         kids, kid_names, rebuild = level
-        if owner is None and isinstance(node, dict) and wanted and set(node) == wanted:
+        if owner is None and isinstance(node, dict) and wanted and set(node) == wanted and not is_labelled:
             return rebuild([walk(kid, path, name) for kid, name in zip(kids, kid_names, strict=True)])
-        return rebuild([walk(kid, f"{path}.{n}" if path else n, owner) for kid, n in zip(kids, kid_names, strict=True)])
+        inside = [f"{path}.{name}" if path else name for name in kid_names]
+        labels_follow = isinstance(node, PartitionState)
+        return rebuild([walk(kid, at, owner, labels_follow) for kid, at in zip(kids, inside, strict=True)])
 
     return walk(state, "", None)
 

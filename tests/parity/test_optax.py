@@ -46,6 +46,19 @@ def matrices(params: Any) -> Any:
     }
 
 
+LABELS = {"layer": {"w": "clipped", "b": "plain"}, "conv": "clipped", "gain": "frozen"}
+MASK_LABELS = {"layer": "a", "conv": "b", "gain": "a"}
+
+
+def groups(o: Any) -> dict[str, Any]:
+    """Three groups; the norm in one is that of its own leaves."""
+    return {
+        "clipped": o.chain(o.clip_by_global_norm(1.0), o.adamw(LR, weight_decay=0.1)),
+        "plain": o.sgd(LR, momentum=0.9),
+        "frozen": o.set_to_zero(),
+    }
+
+
 def warmup(o: Any) -> Any:
     return o.schedules.warmup_cosine_decay_schedule(0.0, LR, 5, 15, 1e-3)
 
@@ -91,6 +104,16 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "scale_by_factored_rms": lambda o: o.chain(o.scale_by_factored_rms(min_dim_size_to_factor=4), o.scale(-LR)),
     "scale_by_factored_rms_whole": lambda o: o.chain(o.scale_by_factored_rms(factored=False), o.scale(-LR)),
     "apply_if_finite": lambda o: o.apply_if_finite(o.adamw(LR, weight_decay=0.1), 2),
+    "named_chain": lambda o: o.named_chain(("clip", o.clip_by_global_norm(1.0)), ("adamw", o.adamw(LR))),
+    "freeze": lambda o: o.chain(o.adam(LR), o.freeze(MASK)),
+    "selective_transform": lambda o: o.selective_transform(
+        o.chain(o.clip_by_global_norm(1.0), o.adamw(LR)), freeze_mask=MASK
+    ),
+    "partition": lambda o: o.partition(groups(o), LABELS),
+    "multi_transform": lambda o: o.multi_transform({**groups(o), "unused": o.adam(LR)}, lambda params: LABELS),
+    "partition_nested": lambda o: o.chain(
+        o.partition({"a": o.partition(groups(o), LABELS), "b": o.set_to_zero()}, MASK_LABELS), o.clip(1.0)
+    ),
 }
 BROKEN_STEPS = (3, 8, 9)  # of apply_if_finite: an Inf or a NaN in one element, at most as often in a row as it allows
 
@@ -284,8 +307,8 @@ def fields(state: Any) -> dict[str, Any]:
         value = getattr(state, name)
         found[RENAMED.get(name, name)] = value
         found |= fields(value)
-    if isinstance(state, tuple) and not hasattr(state, "_fields"):
-        for part in state:
+    if isinstance(state, dict) or (isinstance(state, tuple) and not hasattr(state, "_fields")):
+        for part in state.values() if isinstance(state, dict) else state:
             found |= fields(part)
     return found
 
@@ -299,6 +322,7 @@ def fields(state: Any) -> dict[str, Any]:
         ("sgd_nesterov", {"trace"}),
         ("trace", {"trace"}),
         ("scale_by_schedule", {"step"}),
+        ("named_chain", {"step", "mu", "nu"}),
         ("apply_if_finite", {"notfinite_count", "last_finite", "total_notfinite", "step", "mu", "nu"}),
     ],
 )
@@ -332,7 +356,6 @@ DIFFERENCES: dict[tuple[str, str], str] = {
     ("trace", "accumulator_dtype"): "as for adam",
     ("scale_by_lion", "mode"): "optax's variants of Lion that are not the paper's: not built",
     ("scale_by_lion", "smooth_beta"): "belongs to mode",
-    ("masked", "mask_compatible_extra_args"): "extra arguments are passed on as they are: not built",
     ("apply_if_finite", "max_consecutive_errors"): "optax has no default; ours is the 5 of its documentation",
     ("scale_by_learning_rate", "learning_rate"): "optax lets it be left out, and then returns the identity",
     ("scale_by_factored_rms", "decay_rate_fn"): "a function of two numbers beside schedules: not built",
@@ -341,6 +364,7 @@ DIFFERENCES: dict[tuple[str, str], str] = {
 }
 POSITIONAL = {  # only ever given by position, and called otherwise
     "chain": ("transformations", "args"),
+    "named_chain": ("transformations", "args"),
     "global_norm": ("tree", "updates"),
     "stateless": ("update", "f"),
 }
