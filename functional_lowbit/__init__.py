@@ -52,6 +52,10 @@ from functional_lowbit.transforms._finite import (
     ApplyIfFiniteState as ApplyIfFiniteState,
     apply_if_finite as apply_if_finite,
 )
+from functional_lowbit.transforms._inject import (
+    InjectHyperparamsState as InjectHyperparamsState,
+    inject_hyperparams as inject_hyperparams,
+)
 from functional_lowbit.transforms._lion import (
     ScaleByLionState as ScaleByLionState,
     lion as lion,

@@ -45,9 +45,10 @@ class NativeKernel:
                 places.append(len(arguments))
             arguments.append(Argument(CODE_DTYPES[key.master_bits], "element"))
         n_inputs = len(arguments)
-        if not key.apply:
+        if not (key.apply or key.discards):
             arguments.append(Argument(torch.float32, "element"))
-        places.append(1 if key.apply else n_inputs)
+        if not key.discards:
+            places.append(1 if key.apply else n_inputs)
         n_scalars = 1 + key.n_gates + sum(len(stage.scalars) for stage in key.stages)
         compute = make_compute(key, in_place=False)
         text = source(compute, n_inputs, n_scalars, arguments, places)
