@@ -68,6 +68,10 @@ from functional_lowbit.transforms._master import (
     master_params as master_params,
     master_weights as master_weights,
 )
+from functional_lowbit.transforms._multi_steps import (
+    MultiStepsState as MultiStepsState,
+    multi_steps as multi_steps,
+)
 from functional_lowbit.transforms._orthogonalize import (
     ScaleByMuonState as ScaleByMuonState,
     orthogonalize as orthogonalize,
