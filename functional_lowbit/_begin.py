@@ -7,7 +7,7 @@ from functional_lowbit import _check, _tree
 from functional_lowbit._base import Tree
 from functional_lowbit._donate import storages
 from functional_lowbit._noise import Noise
-from functional_lowbit._program import HostGateOp, LeafOp, OpaqueOp, Program
+from functional_lowbit._program import HostGateOp, LeafOp, OpaqueOp, Program, RenewOp
 from functional_lowbit._quantized import QuantizedTensor
 from functional_lowbit._renewal import at
 from functional_lowbit._rule import Leafwise
@@ -59,7 +59,8 @@ def begin(
         codes = _check.same_structure(SPEAKER, "state.error", treedef, state.error)
         master.check_codes(SPEAKER, paths, leaves, codes)
         inner = state.inner_state
-    program = at(program, inner, SPEAKER)
+    moved: list[Any] = []
+    program = at(program, inner, SPEAKER, moved)
     ops, states, active = list(program.ops()), list(program.states(inner)), list(program.active(params, treedef))
     hypers: list[Any] = []
     moments: list[list[tuple[Any, ...]]] = []
@@ -95,6 +96,7 @@ def begin(
         states=states,
         moments=moments,
         hypers=hypers,
+        moved=dict(zip([i for i, op in enumerate(ops) if isinstance(op, RenewOp)], moved, strict=True)),
         extra=extra,
         pending=[[] for _ in leaves],
         noise=noise,

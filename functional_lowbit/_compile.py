@@ -125,7 +125,7 @@ class Step:
                     run.closed.add(op.host)
                     launch(run, self._used, seen, Result.DISCARDED)
             elif isinstance(op, RenewOp):
-                new_states[i] = op.part.advance(run.states[i])[1]
+                new_states[i] = run.moved[i]
             elif isinstance(op, GateOp):
                 flush(run, self._used, seen)
                 run.gates[op.gate], new_states[i] = op.part.decide(run.update_tree(run.active[i]), run.states[i])

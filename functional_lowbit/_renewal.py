@@ -49,8 +49,14 @@ def renews(program: Program) -> bool:
     return any(isinstance(op, RenewOp) for op in program.ops())
 
 
-def at(program: Program, state: Any, speaker: str) -> Program:
+def at(program: Program, state: Any, speaker: str, moved: list[Any]) -> Program:
     """The program with this step's numbers, where transformations are made of numbers in the state.
+
+    Args:
+        program: As it was at the last step.
+        state: Of this step.
+        speaker: Who speaks in errors.
+        moved: Takes the new state of each `RenewOp`, in order.
 
     Raises:
         TypeError, ValueError: for numbers that cannot be meant, and for a structure that changes with them.
@@ -59,14 +65,15 @@ def at(program: Program, state: Any, speaker: str) -> Program:
         return program
     update, numbers, inner = program.update, program.numbers, program.inner
     if isinstance(program.own, RenewOp):
-        now = update.advance(state)[0]
+        now, new = update.advance(state)
+        moved.append(new)
         numbers = tuple(float(x) for x in now.values())
         if numbers != program.numbers:
             # Copies: the program stays for as long as the numbers do, whatever becomes of the state's tensors.
             made = update.make({name: x.detach().clone() for name, x in now.items()})
             inner = (renewed(inner[0], made.update, speaker),)
-    inner = tuple(at(p, s, speaker) for p, s in zip(inner, update.split(state), strict=True))
-    return replace(program, inner=inner, numbers=numbers)
+    inner = tuple(at(p, s, speaker, moved) for p, s in zip(inner, update.split(state), strict=True))
+    return Program(update, program.own, inner, numbers)
 
 
 def compare(old: Any, new: Any, speaker: str) -> None:

@@ -37,6 +37,7 @@ class Run:
     states: list[Any]  # of each operation
     moments: list[list[tuple[Any, ...]]]  # of each leaf operation, for each leaf
     hypers: list[Any]  # of each leaf operation
+    moved: dict[int, Any]  # the new state of each `RenewOp`
     extra: dict[str, Any]
     pending: list[list[int]]  # for each leaf, operations that are to be run on it, in order
     as_given: bool = True  # whether updates are as given
