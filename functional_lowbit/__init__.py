@@ -62,6 +62,10 @@ from functional_lowbit.transforms._freeze import (
     selective_transform as selective_transform,
     set_to_zero as set_to_zero,
 )
+from functional_lowbit.transforms._inject import (
+    InjectHyperparamsState as InjectHyperparamsState,
+    inject_hyperparams as inject_hyperparams,
+)
 from functional_lowbit.transforms._lion import (
     ScaleByLionState as ScaleByLionState,
     lion as lion,
@@ -73,6 +77,10 @@ from functional_lowbit.transforms._master import (
     MasterWeightsState as MasterWeightsState,
     master_params as master_params,
     master_weights as master_weights,
+)
+from functional_lowbit.transforms._multi_steps import (
+    MultiStepsState as MultiStepsState,
+    multi_steps as multi_steps,
 )
 from functional_lowbit.transforms._orthogonalize import (
     ScaleByMuonState as ScaleByMuonState,

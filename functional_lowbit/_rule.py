@@ -63,6 +63,10 @@ class Leafwise(Part):
         """Fields of the state that are one value for the whole tree."""
         return [name for name in self.state_class._fields if name not in self.leaf_fields]
 
+    def structure(self) -> Any:
+        """The state's class and its fields, and what the leaf function is given."""
+        return self.state_class, tuple(self.moments.items()), tuple(self.statistics), self.elementwise, self.reduces
+
     def check_declaration(self) -> bool:
         """Refuse a function that is declared elementwise and is not. It is tried once; False if that was not possible.
 
@@ -138,7 +142,7 @@ class Leafwise(Part):
         values = {}
         for name, value in self.hyperparams.items():
             if not isinstance(value, (Tensor, int, float)):
-                with _at_least_float32():
+                with at_least_float32():
                     value = value(state.step)
                 value = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
             if isinstance(value, Tensor):
@@ -340,7 +344,7 @@ def _dtype(value: Any) -> torch.dtype:
 
 
 @contextmanager
-def _at_least_float32() -> Iterator[None]:
+def at_least_float32() -> Iterator[None]:
     """A schedule that divides an int64 step must not round to a default dtype of bfloat16."""
     default = torch.get_default_dtype()
     if default in (torch.float32, torch.float64):

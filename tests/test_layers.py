@@ -30,7 +30,7 @@ FLOORS = {
     | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
     3: {"_check", "formats", "_collectives", "_current", "_index", "_parts", "_task"},
     4: {"_quantized", "_exact_sum", "_like_params", "_norm", "_statistics", "_whole", "schedules"},
-    5: {"_rule", "reduce", "tree"},
+    5: {"_observing", "_rule", "reduce", "tree"},
     6: {
         "_leafwise",
         "_low_bit",
@@ -43,16 +43,25 @@ FLOORS = {
         "_schema",
         "_describe",
     },
-    7: {"_native", "_reading", "transforms._chain", "transforms._clip", "transforms._masked", "transforms._scale"}
-    | {"transforms._centralize", "transforms._factored", "transforms._trust_ratio"},
+    7: {
+        "_native",
+        "_reading",
+        "_renewal",
+        "transforms._chain",
+        "transforms._clip",
+        "transforms._masked",
+        "transforms._scale",
+    }
+    | {f"transforms.{x}" for x in ("_centralize", "_factored", "_inject", "_multi_steps", "_trust_ratio")},
     8: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
     | {"transforms._orthogonalize", "transforms._partition"},
     9: {"_run", "_donate", "_safetensors", "transforms._adam", "transforms._freeze", "transforms._lion"},
-    10: {"_compile", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"},
-    11: {"optim._groups", "optim._param_tree"},
-    12: {"optim._optimizer"},
-    13: {"optim"},
-    14: {"", "transforms"},  # what users import
+    10: {"_begin", "_launch", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"},
+    11: {"_compile", "optim._groups"},
+    12: {"optim._param_tree"},
+    13: {"optim._optimizer"},
+    14: {"optim"},
+    15: {"", "transforms"},  # what users import
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 DOORS = {  # who may use what
@@ -203,7 +212,7 @@ def test_the_names_of_the_contract_are_there():
         "scale partition multi_transform freeze selective_transform set_to_zero "
         "scale_by_schedule scale_by_learning_rate add_decayed_weights clip clip_by_global_norm trace scale_by_adam "
         "adam adamw adam8bit adamw8bit adam4bit adamw4bit adamfp8 adamwfp8 sgd sgd8bit lion lion8bit scale_by_lion "
-        "master_weights master_params "
+        "master_weights master_params inject_hyperparams multi_steps "
         "low_bit quantize QuantizedTensor describe compile global_norm state_dict load_state_dict checkpoint formats "
         "rounding schedules sharding tree optim"
     )
