@@ -116,12 +116,22 @@ class Program:
 
     def active(self, params: Tree, treedef: _tree.TreeDef) -> Iterator[list[bool]]:
         """For each operation, which leaves of the parameters it sees; masks take leaves away."""
+        yield from self._active(params, _seen(params, treedef), treedef)
+
+    def _active(self, params: Tree, seen: list[bool], treedef: _tree.TreeDef) -> Iterator[list[bool]]:
         if self.own is not None:
-            yield [_tree.children(x) is None for x in _tree.flatten_up_to(treedef, params)]
+            yield seen
         if self.inner:
             narrowed = self.update.narrow(params)
+            if narrowed is not params:
+                seen = _seen(narrowed, treedef)
             for program in self.inner:
-                yield from program.active(narrowed, treedef)
+                yield from program._active(narrowed, seen, treedef)
+
+
+def _seen(params: Tree, treedef: _tree.TreeDef) -> list[bool]:
+    """Which leaves of a structure a narrowed tree still has."""
+    return [_tree.children(x) is None for x in _tree.flatten_up_to(treedef, params)]
 
 
 def lower(update: Any) -> Program:
