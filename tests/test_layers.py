@@ -49,6 +49,8 @@ FLOORS = {
         "_renewal",
         "transforms._chain",
         "transforms._clip",
+        "transforms._inject",
+        "transforms._multi_steps",
         "transforms._masked",
         "transforms._scale",
     }

@@ -92,12 +92,12 @@ class MultiSteps(HostGated):
         k = self.every_k(gradient_step) if callable(self.every_k) else self.every_k
         if isinstance(k, Tensor) and k.ndim == 0 and not k.is_floating_point() and k.dtype != torch.bool:
             k = int(k)
-        if not _is_count(k):
-            raise ValueError(
-                f"multi_steps: every_k_schedule must return an int of at least 1, got {k!r} at gradient_step "
-                f"{int(gradient_step)}"
-            )
-        return k
+        if isinstance(k, int) and _is_count(k):
+            return k
+        raise ValueError(
+            f"multi_steps: every_k_schedule must return an int of at least 1, got {k!r} at gradient_step "
+            f"{int(gradient_step)}"
+        )
 
     def _count(self, s: Any, h: Any) -> dict[str, Tensor]:
         """What the leaf function is given, and how the counters go on."""
