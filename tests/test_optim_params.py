@@ -162,7 +162,7 @@ def test_a_state_that_was_replaced():
     model = model_of()
     optimizer = Optimizer(model.named_parameters(), fl.adamw8bit(0.1), backend="eager")
     train(model, optimizer, range(1))
-    optimizer.state[model[1].weight]["0.nu.codes"] = optimizer.state[model[1].weight]["0.nu.codes"].clone()
+    optimizer.state[model[1].weight]["0.nu.codes"] = optimizer.state[model[1].weight]["0.nu.codes"] + 1
     before = numbers(model)
     message = (
         "Optimizer.step: {} in the state of {} was replaced; use load_state_dict, which writes into the optimizer's "
@@ -172,3 +172,20 @@ def test_a_state_that_was_replaced():
     optimizer.state.clear()
     refuses(ValueError, message.format("'0.mu.codes'", "'0.weight'"), optimizer.step)
     assert same(numbers(model), before)
+
+
+def test_a_state_that_was_copied():
+    """As Lightning does, which moves the state to the device of the parameters. What is stepped is put back."""
+    model, plain = model_of(), model_of()
+    optimizer = Optimizer(model.named_parameters(), fl.adamw8bit(0.1), backend="eager")
+    for k in range(2):
+        own = {n: dict(optimizer.state[p]) for n, p in model.named_parameters()}
+        for entries in optimizer.state.values():
+            entries.update({key: value.clone() for key, value in entries.items()})
+        train(model, optimizer, range(k, k + 1))
+        for n, p in model.named_parameters():
+            assert all(optimizer.state[p][key] is value for key, value in own[n].items())
+    second = Optimizer(plain.named_parameters(), fl.adamw8bit(0.1), backend="eager")
+    train(plain, second, range(2))
+    assert same(numbers(model), numbers(plain))
+    assert same(state_of(optimizer), state_of(second))

@@ -86,7 +86,7 @@ class ParamTree:
         """Look at everything before anything is written, and return the gradients.
 
         Args:
-            held: `optimizer.state`.
+            held: `optimizer.state`. Where it has a copy of what rests, with the same numbers, what rests is put back.
             alone: Whether this is the only tree. If so, it is left to the step to look at the gradients.
 
         Raises:
@@ -100,7 +100,12 @@ class ParamTree:
                 )
             entries = held.get(p, {})
             for key, value in self.live[name].items():
-                if entries.get(key) is not value:
+                other = entries.get(key)
+                if other is value:
+                    continue
+                if _entries.is_copy(other, value):  # Lightning moves all of the state to the parameters' device
+                    entries[key] = value
+                else:
                     raise ValueError(
                         f"Optimizer.step: {key!r} in the state of {name!r} was replaced; use load_state_dict, which "
                         "writes into the optimizer's own tensors"
