@@ -1,15 +1,13 @@
 """The state of fl.optim.Optimizer: complete from the start, saved, loaded and copied bit for bit."""
 
-import copy
 import io
-import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from helpers import averaged, clone, delayed, run_pure, same
-from optim_models import function_of, gradients, model_of, named, numbers, state_of, train
+from optim_models import gradients, model_of, named, numbers, state_of, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -290,21 +288,3 @@ def test_two_optimizers_of_one_model():
         set_optimizer_state_dict(other, others, get_optimizer_state_dict(model, pair, options=options), options=options)
         for a, b in zip(pair, others, strict=True):
             assert same(state_of(a), state_of(b))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("form", ["tx", "function"])
-def test_a_copy_goes_on_by_itself(copied, form):
-    tx, defaults = (fl.adamw8bit(0.1), None) if form == "tx" else (function_of, {"lr": 0.1})
-    model = model_of()
-    optimizer = Optimizer(model.named_parameters(), tx, defaults, backend="eager")
-    train(model, optimizer, range(2))
-    other, second = copied((model, optimizer))
-    if defaults:
-        for o in (optimizer, second):
-            o.param_groups[0]["lr"] = 0.2
-    train(other, second, range(2, 4))
-    assert not same(numbers(other), numbers(model))
-    train(model, optimizer, range(2, 4))
-    assert same(numbers(other), numbers(model))
-    assert same(state_of(second), state_of(optimizer))

@@ -123,7 +123,8 @@ class Optimizer(Saved):
             refuse_numbers("Optimizer", self.param_groups, members)
             tx, hypers = self._tx, None
             for i in members:
-                self.param_groups[i] = NumberlessGroup(self.param_groups[i])
+                if not isinstance(self.param_groups[i], NumberlessGroup):
+                    self.param_groups[i] = NumberlessGroup(self.param_groups[i])
         else:
             tx, hypers = make_tx(self._tx, self._numbers, self.param_groups, members[0])
         tree = ParamTree(tx, compile(tx, **self._options), params, members, hypers)
