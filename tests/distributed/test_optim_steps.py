@@ -102,8 +102,8 @@ def sharded_too_late() -> str:
 
 
 LOST = (
-    "Optimizer.step: parameter '0.weight' has no gradient and is in no module, but a module has another one of its shape "
-    "(65, 64), with a gradient; the model got new parameters after the optimizer was made (by fully_shard, "
+    "Optimizer.step: parameter '0.weight' has no gradient and is in no module, but a module has another one of its "
+    "shape (65, 64), with a gradient; the model got new parameters after the optimizer was made (by fully_shard, "
     "parallelize_module, load_state_dict(assign=True)), so make the optimizer afterwards"
 )
 
