@@ -323,7 +323,10 @@ REFUSED: dict[str, str] = {
     "block_wise=False": (
         "block_wise must be True, got False; scales are always those of blocks; block_size says how large"
     ),
-    "is_paged=True": "is_paged must be False or None, got True; there is no paged memory; leave it out",
+    "is_paged=True": (
+        "is_paged must be False or None, got True; moments rest on the CPU with fl.optim.Optimizer(params, "
+        "fl.offload(tx)), where tx is for instance fl.adamw8bit(lr)"
+    ),
     "fused=1": "fused must be None or False or True, got 1; leave it out",
     "min_size=1, min_8bit_size=2": "min_8bit_size is another name of min_size, but they are 2 and 1; give one",
 }

@@ -288,3 +288,54 @@ def test_two_optimizers_of_one_model():
         set_optimizer_state_dict(other, others, get_optimizer_state_dict(model, pair, options=options), options=options)
         for a, b in zip(pair, others, strict=True):
             assert same(state_of(a), state_of(b))
+
+
+@pytest.mark.parametrize("way", SAVES)
+def test_groups_in_formats_of_their_own_go_on(way):
+    """A format for each moment, one that a group chose, a predicate, float32; and a group that was added later."""
+
+    def fresh(seed: int) -> tuple[nn.Module, Any]:
+        model = model_of(seed)
+        groups: list[Any] = [
+            {"params": list(model[0].named_parameters("0")), "format": {"mu": "dynamic4", "nu": "bfloat16"}, "lr": 0.5},
+            {
+                "params": list(model[1].named_parameters("1")),
+                "format": fl.formats.e5m2,
+                "where": lambda n, p: p.ndim > 1,
+            },
+        ]
+        optimizer = fl.optim.AdamW8bit(groups, lr=0.01, backend="eager")
+        optimizer.add_param_group({"params": third, "format": "float32"})
+        return model, optimizer
+
+    model, optimizer = fresh(0)
+    train(model, optimizer, range(2))
+    optimizer.param_groups[2]["lr"] = 0.25
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": LOOKS[way](model, optimizer)}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    train(model, optimizer, range(2, 4))
+    other, resumed = fresh(1)
+    other.load_state_dict(loaded["model"])
+    SAVES[way](other, resumed, loaded["optimizer"])
+    assert resumed.param_groups[2]["lr"] == 0.25
+    assert callable(resumed.param_groups[1]["where"])
+    train(other, resumed, range(2, 4))
+    assert same(numbers(other), numbers(model))
+    assert same(state_of(resumed), state_of(optimizer))
+
+
+def test_a_file_in_another_format_is_converted():
+    """The class's own formats stay, whatever the file's groups say."""
+    model = model_of()
+    optimizer = fl.optim.AdamW8bit(model.parameters(), backend="eager")
+    train(model, optimizer, range(2))
+    other = fl.optim.AdamW4bit(model.parameters(), min_size=64, backend="eager")
+    other.load_state_dict(optimizer.state_dict(), convert=True)
+    assert other.param_groups[0]["format"] == "root4"
+    assert other.param_groups[0]["min_size"] == 64
+    own, old = other.state[model[0].weight], optimizer.state[model[0].weight]
+    assert own["0.mu.codes"].shape == (70, 32)
+    assert same(own["0.step"], old["0.step"])
+    train(model, other, range(2, 3))

@@ -25,8 +25,8 @@ class Optimizer(Saved):
     with each. Parameters and state are written in place by one compiled step.
 
     With a transformation, the groups given to the constructor make one tree, as for `tx.init(dict(named_parameters))`:
-    a global norm is that of all. With a function and `defaults`, each group makes a tree of its own, and the function is
-    called anew at each step before which a number in the group has changed; nothing is compiled for that. A group
+    a global norm is that of all. With a function and `defaults`, each group makes a tree of its own, and the function
+    is called anew at each step before which a number in the group has changed; nothing is compiled for that. A group
     added later makes a tree of its own in any case, whose steps count from 0.
 
     Args:
