@@ -296,13 +296,10 @@ def test_groups_in_formats_of_their_own_go_on(way):
 
     def fresh(seed: int) -> tuple[nn.Module, Any]:
         model = model_of(seed)
+        first, second, third = (list(m.named_parameters(str(i))) for i, m in enumerate(model))
         groups: list[Any] = [
-            {"params": list(model[0].named_parameters("0")), "format": {"mu": "dynamic4", "nu": "bfloat16"}, "lr": 0.5},
-            {
-                "params": list(model[1].named_parameters("1")),
-                "format": fl.formats.e5m2,
-                "where": lambda n, p: p.ndim > 1,
-            },
+            {"params": first, "format": {"mu": "dynamic4", "nu": "bfloat16"}, "lr": 0.5},
+            {"params": second, "format": fl.formats.e5m2, "where": lambda name, p: p.ndim > 1},
         ]
         optimizer = fl.optim.AdamW8bit(groups, lr=0.01, backend="eager")
         optimizer.add_param_group({"params": third, "format": "float32"})
