@@ -274,13 +274,14 @@ def test_a_model_with_new_parameters_is_noticed_at_the_first_step():
     optimizer = fl.optim.AdamW8bit(model.named_parameters(), backend="eager")
     model.load_state_dict(model_of(1).state_dict(), assign=True)
     backward(model)
-    refuses(
-        ValueError,
-        "Optimizer.step: parameter '0.weight' has no gradient and is in no module, but a module has another one of its "
-        "shape (70, 64), with a gradient; the model got new parameters after the optimizer was made (by fully_shard, "
-        "parallelize_module, load_state_dict(assign=True)), so make the optimizer afterwards",
-        optimizer.step,
-    )
+    for _ in range(2):
+        refuses(
+            ValueError,
+            "Optimizer.step: parameter '0.weight' has no gradient and is in no module, but a module has another one of "
+            "its shape (70, 64), with a gradient; the model got new parameters after the optimizer was made (by "
+            "fully_shard, parallelize_module, load_state_dict(assign=True)), so make the optimizer afterwards",
+            optimizer.step,
+        )
 
 
 def test_steps_without_gradients_that_are_right():

@@ -4,6 +4,7 @@ import inspect
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import refuses, run_pure, run_step, same
@@ -272,6 +273,17 @@ def test_wrong_numbers(case):
     name, options, message = WRONG[case]
     p = nn.Parameter(torch.zeros(2))
     refuses(ValueError, f"Optimizer: group 0: {message}", lambda: ready(name, [p], **options))
+
+
+def test_numbers_of_numpy_and_whole_ones():
+    """They are numbers as any others, and may change."""
+    model, plain = model_of(), model_of()
+    optimizer = ready("AdamW8bit", model.parameters(), lr=np.float32(0.5), betas=[0, 0.5], weight_decay=0)
+    optimizer.param_groups[0].update(lr=np.float64(0.25), weight_decay=1, betas=(0.5, 0))
+    second = ready("AdamW8bit", plain.parameters(), lr=0.25, betas=(0.5, 0.0), weight_decay=1.0)
+    train(model, optimizer, range(1))
+    train(plain, second, range(1))
+    assert same(numbers(model), numbers(plain))
 
 
 # Other libraries' arguments.

@@ -183,8 +183,8 @@ class Optimizer(Saved):
         self._settle("Optimizer.step")
         grads = [tree.check(self.state, alone=len(self._trees) == 1) for tree in self._trees]
         if not self._was_looked_at:
-            self._was_looked_at = True
             refuse_orphans([(tree.params, own) for tree, own in zip(self._trees, grads, strict=True)])
+            self._was_looked_at = True
         self._read_numbers("Optimizer.step: param_groups", self.param_groups)
         for tree, own in zip(self._trees, grads, strict=True):
             if any(g is not None for g in own.values()):
