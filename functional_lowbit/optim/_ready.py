@@ -48,7 +48,10 @@ class Ready(Optimizer):
     ):
         speaker = type(self).__name__
         own = {**DEFAULTS, **self.OWN, **checked(speaker, options, self.BITS)}
-        numbers = {name: _as_numbers(name, value) for name, value in hyperparams.items()}
+        betas = hyperparams.get("betas", (0.0, 0.0))
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ValueError(f"{speaker}: betas must be 2 numbers, got {betas!r}")
+        numbers = {name: _as_numbers(value) for name, value in hyperparams.items()}
         self._where = own["where"]
         super().__init__(
             params,
@@ -97,10 +100,10 @@ class Ready(Optimizer):
         return {**super().__getstate__(), "_where": self._where}
 
 
-def _as_numbers(name: str, value: Any) -> Any:
+def _as_numbers(value: Any) -> Any:
     """Whole numbers and numpy's as floats: what is given decides what is a number from then on."""
-    if name == "betas":
-        return tuple(_as_numbers("", x) for x in value) if isinstance(value, (tuple, list)) else value
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_as_numbers, value))
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
 
 
