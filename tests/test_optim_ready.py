@@ -399,12 +399,19 @@ def test_what_a_group_may_hold():
     }
     foreign = torch.optim.AdamW([p], amsgrad=False).param_groups
     assert ready("AdamW8bit", [dict(g) for g in foreign]).param_groups[0]["betas"] == (0.9, 0.999)
-    for key in ("stochastic_rounding", "bf16_stochastic_round", "key", "backend"):
+    for key, value, name in (
+        ("stochastic_rounding", True, "stochastic_rounding"),
+        ("bf16_stochastic_round", True, "stochastic_rounding"),
+        ("key", 7, "key"),
+        ("backend", "native", "backend"),
+    ):
         refuses(
             ValueError,
-            f"AdamW8bit: group 1 has {key!r}, which is the same for all groups; give it to the constructor",
-            lambda key=key: ready("AdamW8bit", [{"params": [p]}, {"params": [q], key: True}]),
+            f"AdamW8bit: group 1 has {name} = {value!r}, which is the same for all groups; give it to the constructor",
+            lambda key=key, value=value: ready("AdamW8bit", [{"params": [p]}, {"params": [q], key: value}]),
         )
+    same_for_all = {"stochastic_rounding": False, "key": 0, "backend": "eager"}
+    assert not set(same_for_all) & set(ready("AdamW8bit", [{"params": [p], **same_for_all}]).param_groups[0])
     options = ", ".join(fl.optim._options.DEFAULTS)
     refuses(
         TypeError,

@@ -59,7 +59,7 @@ DEFAULTS: Options = {
 }
 LAYOUT = frozenset({"format", "block_size", "min_size", "where"})  # how a group's moments rest
 OF_GROUP = LAYOUT | {"maximize"}  # what a group may have otherwise than the constructor
-OF_ALL = ("stochastic_rounding", "bf16_stochastic_round", "key", "backend")  # what only the constructor takes
+OF_ALL = ("stochastic_rounding", "key", "backend")  # what is the same for all groups
 BOOLS = ("maximize", "stochastic_rounding")
 # Other libraries' arguments: the values that change nothing, and what to do instead of another one.
 HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {

@@ -53,6 +53,7 @@ class Ready(Optimizer):
             raise ValueError(f"{speaker}: betas must be 2 numbers, got {betas!r}")
         numbers = {name: _as_numbers(value) for name, value in hyperparams.items()}
         self._where = own["where"]
+        self._for_all = {name: own[name] for name in OF_ALL}
         super().__init__(
             params,
             partial(with_floats, rule),
@@ -68,17 +69,19 @@ class Ready(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which may have its own numbers, format, block_size, min_size, where and maximize."""
-        speaker = f"{type(self).__name__}: group {len(self.param_groups)}"
         if isinstance(param_group, dict):
-            found = next((name for name in OF_ALL if name in param_group), None)
-            if found is not None:
-                raise ValueError(
-                    f"{speaker} has {found!r}, which is the same for all groups; give it to the constructor"
-                )
+            speaker = f"{type(self).__name__}: group {len(self.param_groups)}"
             mine = {name: value for name, value in param_group.items() if name in DEFAULTS}
             rest = {name: value for name, value in param_group.items() if name not in mine}
             foreign = {name: value for name, value in mine.items() if name in HARMLESS}
-            param_group = {**rest, **foreign, **checked(speaker, mine, self.BITS)}
+            own = checked(speaker, mine, self.BITS)
+            for name, value in self._for_all.items():  # ZeroRedundancyOptimizer puts all arguments into the groups
+                if (found := own.pop(name, value)) != value:
+                    raise ValueError(
+                        f"{speaker} has {name} = {found!r}, which is the same for all groups; give it to the "
+                        "constructor"
+                    )
+            param_group = {**rest, **foreign, **own}
         super().add_param_group(param_group)
 
     def _plant(self, members: list[int]) -> None:
@@ -97,7 +100,7 @@ class Ready(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy."""
-        return {**super().__getstate__(), "_where": self._where}
+        return {**super().__getstate__(), "_where": self._where, "_for_all": self._for_all}
 
 
 def _as_numbers(value: Any) -> Any:
