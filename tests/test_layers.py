@@ -49,8 +49,6 @@ FLOORS = {
         "_renewal",
         "transforms._chain",
         "transforms._clip",
-        "transforms._inject",
-        "transforms._multi_steps",
         "transforms._masked",
         "transforms._scale",
     }
@@ -58,12 +56,16 @@ FLOORS = {
     8: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
     | {"transforms._orthogonalize", "transforms._partition"},
     9: {"_run", "_donate", "_safetensors", "transforms._adam", "transforms._freeze", "transforms._lion"},
-    10: {"_begin", "_launch", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"},
+    10: {"_begin", "_launch", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"}
+    | {"optim._options", "optim._orphans", "optim._rules"},
     11: {"_compile", "optim._groups"},
     12: {"optim._param_tree"},
-    13: {"optim._optimizer"},
-    14: {"optim"},
-    15: {"", "transforms"},  # what users import
+    13: {"optim._saved"},
+    14: {"optim._optimizer"},
+    15: {"optim._ready"},
+    16: {"optim._adam", "optim._lion", "optim._sgd"},
+    17: {"optim"},
+    18: {"", "transforms"},  # what users import
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 DOORS = {  # who may use what

@@ -81,7 +81,10 @@ def load(speaker: str, leaves: Mapping[str, Any], entries: Any, convert: bool) -
         ValueError: for entries that do not fit.
     """
     if not isinstance(entries, Mapping) or SCHEMA not in entries:
-        raise ValueError(f"{speaker} has no entry {SCHEMA!r}; it must come from a functional_lowbit.optim.Optimizer")
+        raise ValueError(
+            f"{speaker} has no entry {SCHEMA!r}; it must come from a functional_lowbit.optim.Optimizer, and another "
+            "library's must be converted, by fl.convert"
+        )
     raw = entries[SCHEMA]
     if not isinstance(raw, Tensor) or raw.dtype != torch.uint8 or raw.ndim != 1:
         got = f"{raw.dtype} of shape {tuple(raw.shape)}" if isinstance(raw, Tensor) else type(raw).__name__
@@ -108,3 +111,11 @@ def equal(a: Any, b: Any) -> bool:
         return a is b or a == b
     pairs = [(local_of(x), local_of(y)) for x, y in zip(_tree.leaves(a), _tree.leaves(b), strict=True)]
     return all(bool(((x == y) | ((x != x) & (y != y))).all()) for x, y in pairs)
+
+
+def is_copy(other: Any, leaf: Any) -> bool:
+    """Whether something is a copy of what rests, perhaps on another device."""
+    if type(other) is not type(leaf) or not isinstance(leaf, Tensor):
+        return False
+    a, b = local_of(leaf), local_of(other)
+    return (a.dtype, other.shape, a.shape) == (b.dtype, leaf.shape, b.shape) and equal(a, b.to(a.device))
