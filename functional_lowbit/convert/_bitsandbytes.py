@@ -53,7 +53,7 @@ def read_bitsandbytes(speaker: str, param: SavedParam, group: Mapping[str, Any],
                 f"{speaker}: {param.words} has state1 alone, and the eps of its group is {group['eps']}: it is neither "
                 "Lion's nor SGD's; pass fields={'state1': ...} to say which field of the state it is"
             )
-    return Read(param.words, moments, found, read_step(speaker, param))
+    return Read(param.words, moments, found, param.group, read_step(speaker, param))
 
 
 def _first(speaker: str, param: SavedParam, group: Mapping[str, Any], moments: int) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from functional_lowbit._base import Tree
 from functional_lowbit.convert._fill import check_step, fill
 from functional_lowbit.convert._library import READERS, any_saved, library_in
 from functional_lowbit.convert._match import Sides, match
-from functional_lowbit.convert._read import Read
+from functional_lowbit.convert._read import Read, refuse_dampening
 from functional_lowbit.convert._saved import SavedParam
 from functional_lowbit.convert._shell import into_optimizer
 from functional_lowbit.convert._slots import find_slots, named_leaves
@@ -251,13 +251,17 @@ def _convert(
     def read(p: SavedParam) -> Read:
         return reader(speaker, p, source.groups[p.group], fields)
 
+    def check(states: list[Any], reads: Mapping[str, Read]) -> None:
+        _any(speaker, states, reads)
+        refuse_dampening(speaker, reads.values(), source.groups, target, step)
+
     if isinstance(target, Optimizer):
         if params is not None:
             raise ValueError(f"{speaker}: params must be None for an optimizer, which knows its own")
-        return into_optimizer(speaker, source, target, read, lambda states, reads: _any(speaker, states, reads), step)
+        return into_optimizer(speaker, source, target, read, check, step)
     places = _targets(speaker, target, params, named=all(p.name is not None for p in source.params))
     reads = {name: read(p) for name, p in match(Sides(speaker), source.params, places).items()}
-    _any(speaker, [target], reads)
+    check([target], reads)
     return fill(speaker, target, reads, step, places)
 
 

@@ -108,7 +108,7 @@ def _leaf(speaker: str, entries: Mapping[str, Any], path: str, described: Mappin
 def read_own(speaker: str, param: SavedParam, group: Mapping[str, Any], fields: Mapping[str, str]) -> Read:
     """Entries as `saved_of_own` returns them."""
     moments = {f: kept_of(x) for f, x in param.entries.items() if f in ENTRIES}
-    return Read(param.words, moments, {f: (f,) for f in moments}, read_step(speaker, param))
+    return Read(param.words, moments, {f: (f,) for f in moments}, param.group, read_step(speaker, param))
 
 
 def kept_of(leaf: Any) -> Kept:

@@ -93,9 +93,10 @@ def to_torch(
         [p._replace(entries={"": None}) for p in place.params],
         {name: owner.tensor for name, owner in owners.items()},
     )
+    damped = isinstance(source, Optimizer) and all("dampening" in group for group in source.param_groups)
     makers = {}
     for name, p in found.items():
-        makers[p.number] = _checked(owners[name], p, place.groups[p.group])
+        makers[p.number] = _checked(owners[name], p, place.groups[p.group], damped)
     state = {}
     for number, (moments, step) in sorted(makers.items()):
         made: dict[str, Any] = {} if step is None else {"step": torch.tensor(float(step), dtype=torch.float32)}
@@ -183,7 +184,7 @@ def _place(target: Any) -> Place:
     return Place(params, keys, groups)
 
 
-def _checked(owner: Owner, p: SavedParam, group: Mapping[str, Any]) -> tuple[dict[str, Kept], int | None]:
+def _checked(owner: Owner, p: SavedParam, group: Mapping[str, Any], damped: bool) -> tuple[dict[str, Kept], int | None]:
     """What a parameter of a group gets, if its optimizer keeps that. Known ones are told by their group."""
     moments, step = owner.moments, owner.step
     wanted: set[str] | None = None
@@ -193,7 +194,7 @@ def _checked(owner: Owner, p: SavedParam, group: Mapping[str, Any]) -> tuple[dic
             moments = {"momentum_buffer": moments["exp_avg"]}
     elif "dampening" in group:
         wanted, step = {"momentum_buffer"}, None
-        for name, rule in (("dampening", not group["dampening"]), ("momentum", bool(group.get("momentum")))):
+        for name, rule in (("dampening", damped or not group["dampening"]), ("momentum", bool(group.get("momentum")))):
             if not rule:
                 raise ValueError(
                     f"{SPEAKER}: {name} of group {p.group} of target is {group[name]}, with which torch.optim.SGD "

@@ -51,7 +51,7 @@ def read_torchao(speaker: str, param: SavedParam, group: Mapping[str, Any], fiel
             moments[entry] = _kept(f"{speaker}: {entry!r} of {param.words}", value, signed(entry))
         else:
             moments[entry] = plain(speaker, param, entry, value)
-    return Read(param.words, moments, fields_of(moments, group, fields), read_step(speaker, param))
+    return Read(param.words, moments, fields_of(moments, group, fields), param.group, read_step(speaker, param))
 
 
 def _kept(speaker: str, x: Tensor, is_signed: bool) -> Kept:
