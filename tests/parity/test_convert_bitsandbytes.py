@@ -1,5 +1,6 @@
 """fl.convert.from_bitsandbytes: bitsandbytes' own optimizers, which run on the CPU."""
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -149,6 +150,12 @@ def test_without_a_model():
     assert [tuple(p.shape) for p in found.values()] == list(SHAPES.values())
     state = fl.convert.from_saved(saved, KINDS["AdamW8bit"].tx.init(found), found)[0]
     assert torch.equal(state.mu["0"].codes.flatten(), optimizer.state[params["long"]]["state1"].flatten())
+
+
+def test_the_example_of_the_docs():
+    text = (Path(__file__).parents[2] / "docs" / "conversion.md").read_text()
+    code = next(x for x in re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if "bitsandbytes" in x)
+    exec(code, {})
 
 
 def test_what_is_refused():
