@@ -87,7 +87,7 @@ def _kept(speaker: str, param: SavedParam, entry: str, entries: Mapping[str, Any
         )
     codes = x.detach().reshape(-1)
     is_signed = bool((qmap < 0).any())
-    found = Codes("dynamic8", is_signed, codes, scales.reshape(-1), BLOCK) if _known(is_signed, qmap) else None
+    found = Codes("dynamic8", is_signed, lambda: codes, scales.reshape(-1), BLOCK) if _known(is_signed, qmap) else None
     return Kept(tuple(x.shape), lambda: by_map(codes, qmap, scales, BLOCK).reshape(x.shape), None, found)
 
 

@@ -67,7 +67,8 @@ def _kept(speaker: str, param: SavedParam, entry: str, x: Any) -> Kept:
         x = each * (c / (254.0 - c.abs())) if is_signed else (each * (c / 255.0)).square()
         return wrap(x.reshape(shape), spec)
 
-    return Kept(tuple(x.shape), values, spec, Codes("companded8", True, codes, scales, BLOCK) if is_signed else None)
+    kept = Codes("companded8", True, lambda: codes, scales, BLOCK) if is_signed else None
+    return Kept(tuple(x.shape), values, spec, kept)
 
 
 def _errors(speaker: str, param: SavedParam, group: Mapping[str, Any], x: Any) -> Tensor:
