@@ -128,6 +128,23 @@ def test_ten_steps_there_and_ten_here(kind: str):
             assert apart.square().mean().sqrt() <= (1e-4 if exact else 0.1)
 
 
+def test_blocks_of_zeros():
+    """A row without gradients has scales of 0 there, which ours have not: written anew, as zeros. The rest is kept."""
+    p = nn.Parameter(torch.ones(16, 512))
+    optimizer = bnb.optim.AdamW8bit([p], LR)
+    p.grad = torch.randn(16, 512, generator=torch.Generator().manual_seed(0))
+    p.grad[5] = 0
+    optimizer.step()
+    state = fl.convert.from_bitsandbytes(optimizer, KINDS["AdamW8bit"].tx.init({"w": p.detach()}))[0]
+    entries = optimizer.state[p]
+    assert not entries["absmax1"][10:12].any()
+    others = [i for i in range(16) if i != 5]
+    for leaf, i in ((state.mu["w"], 1), (state.nu["w"], 2)):
+        assert not leaf.dequantize()[5].any()
+        assert torch.equal(leaf.codes[others], entries[f"state{i}"][others])
+        assert torch.equal(leaf.scales[others], entries[f"absmax{i}"].view(16, 2)[others])
+
+
 def test_into_an_optimizer():
     params, optimizer = made("AdamW8bit", 2)
 
