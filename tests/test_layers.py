@@ -67,6 +67,22 @@ FLOORS = {
     17: {"optim"},
     18: {"", "transforms"},  # what users import
 }
+TOP = max(FLOORS)
+CONVERT = {  # whose last modules stand between the shells and what users import
+    0: {"_saved"},
+    1: {"_match", "_place"},
+    4: {"_blocks"},
+    8: {"_kept", "_slots"},
+    9: {"_read"},
+    10: {"_bitsandbytes", "_flashoptim", "_masters", "_own", "_torchao"},
+    11: {"_fill", "_library"},
+    TOP: {"_shell"},
+    TOP + 1: {"_into", "_to_torch"},
+    TOP + 2: {"_from"},
+}
+FLOORS |= {TOP: set(), TOP + 1: set(), TOP + 2: set(), TOP + 3: {"convert"}, TOP + 4: FLOORS[TOP]}
+for floor, names in CONVERT.items():
+    FLOORS[floor] = FLOORS[floor] | {f"convert.{name}" for name in names}
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 DOORS = {  # who may use what
     "torch.distributed": {"sharding", "_collectives", "_reading", "_ranks", "_folder", "_safetensors", "checkpoint"},
@@ -156,7 +172,7 @@ def test_a_name_comes_from_the_module_that_defines_it(name):
                 )
 
 
-@pytest.mark.parametrize("name", ["", "optim", "transforms"])
+@pytest.mark.parametrize("name", ["", "convert", "optim", "transforms"])
 def test_an_init_file_exports_and_does_nothing_else(name):
     for node in TREES[name].body:
         if isinstance(node, ast.Expr):
@@ -175,7 +191,18 @@ def test_a_dtensor_is_rebuilt_from_its_global_shape_and_stride(name):
 
 def _public() -> dict[str, object]:
     found: dict[str, object] = {}
-    for space in (fl, fl.checkpoint, fl.formats, fl.optim, fl.reduce, fl.rounding, fl.schedules, fl.sharding, fl.tree):
+    for space in (
+        fl,
+        fl.checkpoint,
+        fl.convert,
+        fl.formats,
+        fl.optim,
+        fl.reduce,
+        fl.rounding,
+        fl.schedules,
+        fl.sharding,
+        fl.tree,
+    ):
         for name, value in vars(space).items():
             ours = str(getattr(value, "__module__", "")).startswith("functional_lowbit")
             if not name.startswith("_") and ours and (inspect.isclass(value) or inspect.isfunction(value)):
@@ -218,6 +245,6 @@ def test_the_names_of_the_contract_are_there():
         "adam adamw adam8bit adamw8bit adam4bit adamw4bit adamfp8 adamwfp8 sgd sgd8bit lion lion8bit scale_by_lion "
         "master_weights master_params inject_hyperparams multi_steps "
         "low_bit quantize QuantizedTensor describe compile global_norm state_dict load_state_dict checkpoint formats "
-        "rounding schedules sharding tree optim"
+        "rounding schedules sharding tree optim convert"
     )
     assert [name for name in names.split() if not hasattr(fl, name)] == []
