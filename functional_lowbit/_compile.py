@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit import _check, _interrupted, _staging, _tree
+from functional_lowbit import _check, _interrupted, _staging, _streamed, _tree
 from functional_lowbit._apply import ROUNDINGS
 from functional_lowbit._backends import Kernel, kernel_for
 from functional_lowbit._base import GradientTransformation, Tree, call_update
@@ -129,7 +129,7 @@ class Step:
                 values = _check.same_structure(speaker, f"state.{name}", treedef, getattr(op_state, name))
                 for path, leaf, value, is_seen in zip(paths, leaves, values, seen, strict=True):
                     if is_seen:
-                        _check.moment_shape(speaker, name, path, leaf, value)
+                        _check.moment_shape(speaker, name, path, leaf, value, op.resting is not None)
                 fields.append(values)
             moments.append(list(zip(*fields, strict=True)) if fields else [()] * len(leaves))
             for path, each in zip(paths, moments[-1], strict=True):
@@ -223,10 +223,11 @@ class Step:
                 for i in members:
                     outs[i] = torch.empty(run.locals[i].shape, dtype=torch.float32, device=device)
             starts = {i: self._start(run, ops, i) for i in members} if stochastic else {}
-            calls.append((kernel, [self._leaf(run, ops, i, outs[i], starts.get(i)) for i in members], shaped, scalars))
+            leaves = [self._leaf(run, ops, i, outs[i], starts.get(i)) for i in members]
+            resting = _streamed.resting([(self._ops[j].resting, c) for j, c in zip(ops, codecs, strict=True)])
+            calls.append(_streamed.Call(kernel, leaves, shaped, scalars, *resting))
         run.written = run.written or bool(calls)  # whatever could be refused or fail to compile has had its chance
-        for kernel, leaves, shaped, scalars in calls:
-            kernel.run(leaves, shaped, scalars)
+        _streamed.run(calls)
         if not apply:
             run.updates = outs
             return

@@ -21,6 +21,7 @@ class LeafOp:
 
     rule: Leafwise
     gates: tuple[int, ...]  # it takes effect if all these gates are open
+    resting: Any = None  # the part that keeps its moments on the CPU; None: they are with the parameters
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,9 @@ def lower(update: Any) -> Program:
     return _lower(update, (), [0])
 
 
-def _lower(update: Any, gates: tuple[int, ...], counter: list[int]) -> Program:
+def _lower(update: Any, gates: tuple[int, ...], counter: list[int], resting: Any = None) -> Program:
     if isinstance(update, Leafwise) and update.check_declaration() and update.elementwise:
-        return Program(update, LeafOp(update, gates))
+        return Program(update, LeafOp(update, gates, resting))
     if not isinstance(update, Composite):
         return Program(update, OpaqueOp(update))
     own = None
@@ -99,8 +100,16 @@ def _lower(update: Any, gates: tuple[int, ...], counter: list[int]) -> Program:
         own = GateOp(update, counter[0], gates)
         gates = (*gates, counter[0])
         counter[0] += 1
-    inner = tuple(_lower(tx.update, gates, counter) for tx in update.inner)
-    if not update.sequential and any(isinstance(op, OpaqueOp) for program in inner for op in program.ops()):
+    resting = update if update.offloads else resting
+    inner = tuple(_lower(tx.update, gates, counter, resting) for tx in update.inner)
+    if not update.sequential and any(
+        isinstance(op, OpaqueOp) or (update.offloads and _looks_at_moments(op)) for p in inner for op in p.ops()
+    ):
         # What a mask, a gate or low_bit does to an unknown update, only the wrapper itself can do.
         return Program(update, OpaqueOp(update))
     return Program(update, own, inner)
+
+
+def _looks_at_moments(op: Op) -> bool:
+    """Whether a function of whole trees is given the moments, and so needs all of them on one device."""
+    return isinstance(op, LeafOp) and op.rule.prepare is not None and bool(op.rule.moments)
