@@ -50,6 +50,18 @@ def placed(moment: Any) -> Any:
     return moment if place is None else place(moment)
 
 
+def is_pinned(x: Tensor) -> bool:
+    """Whether this rank's part lies in memory of the CPU that a device can reach by itself."""
+    local = local_of(x)
+    return local.device.type == "cpu" and local.is_pinned()
+
+
+def pinned(x: Tensor) -> Tensor:
+    """A copy in such memory, sharded alike."""
+    local = local_of(x)
+    return wrap(torch.empty_like(local, device="cpu", pin_memory=True).copy_(local), ShardSpec.of(x))
+
+
 def rest_in_float32(field: str, moment: Moment, path: str, param: Tensor, value: Callable[[], Tensor] | None) -> Tensor:
     """Keep a new moment as float32, shaped and sharded like its parameter, whatever the default dtype."""
     local = local_of(param)

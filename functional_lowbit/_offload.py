@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_lowbit import _check, _lanes, _tree
 from functional_lowbit._base import GradientTransformation, Tree, call_update
-from functional_lowbit._like_params import placing, rest_in_float32
+from functional_lowbit._like_params import pinned, placing, rest_in_float32
 from functional_lowbit._low_bit import LowBit
 from functional_lowbit._parts import Composite, Rest, init_with, map_moments
 from functional_lowbit._quantized import QuantizedTensor
@@ -121,9 +121,7 @@ def _to_cpu(x: Tensor) -> Tensor:
     local = local_of(x)
     if local.device.type in ("cpu", "meta"):
         return x
-    pinned = _lanes.has_streams(local.device)
-    rest = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=pinned)
-    return wrap(rest.copy_(local), ShardSpec.of(x))
+    return pinned(x) if _lanes.has_streams(local.device) else wrap(local.to("cpu"), ShardSpec.of(x))
 
 
 def _moved(speaker: str, field: str, path: str, moment: Any, device: torch.device) -> Any:
