@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from functional_lowbit import _tree
 from functional_lowbit._base import Tree
+from functional_lowbit._observing import Observing
 from functional_lowbit._parts import Composite, Gated
 from functional_lowbit._rule import Leafwise
 
@@ -34,13 +35,21 @@ class GateOp:
 
 
 @dataclass(frozen=True)
+class ObserveOp:
+    """A look at updates, state and parameters, at some steps."""
+
+    part: Observing
+    gates: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class OpaqueOp:
     """An update function that is called as it is."""
 
     update: Any
 
 
-Op: TypeAlias = LeafOp | GateOp | OpaqueOp
+Op: TypeAlias = LeafOp | GateOp | ObserveOp | OpaqueOp
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class Program:
     """The operations of one part, and the parts inside it in the same order."""
 
     update: Any
-    own: Op | None  # a leaf function, an opaque update, or a gate in front of the inner programs
+    own: Op | None  # a leaf function, an opaque update, or a gate or a look in front of the inner programs
     inner: "tuple[Program, ...]" = ()
 
     def ops(self) -> "Iterator[Op]":
@@ -95,11 +104,13 @@ def _lower(update: Any, gates: tuple[int, ...], counter: list[int], resting: Any
         return Program(update, LeafOp(update, gates, resting))
     if not isinstance(update, Composite):
         return Program(update, OpaqueOp(update))
-    own = None
+    own: Op | None = None
     if isinstance(update, Gated):
         own = GateOp(update, counter[0], gates)
         gates = (*gates, counter[0])
         counter[0] += 1
+    elif isinstance(update, Observing):
+        own = ObserveOp(update, gates)
     resting = update if update.offloads else resting
     inner = tuple(_lower(tx.update, gates, counter, resting) for tx in update.inner)
     if not update.sequential and any(

@@ -30,7 +30,7 @@ FLOORS = {
     | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
     3: {"_check", "formats", "_collectives", "_current", "_index", "_parts", "_task"},
     4: {"_quantized", "_exact_sum", "_like_params", "_norm", "_statistics", "_whole", "schedules"},
-    5: {"_rule", "reduce", "tree"},
+    5: {"_observing", "_rule", "reduce", "tree"},
     6: {
         "_leafwise",
         "_low_bit",
@@ -43,7 +43,15 @@ FLOORS = {
         "_schema",
         "_describe",
     },
-    7: {"_native", "_reading", "transforms._chain", "transforms._clip", "transforms._masked", "transforms._scale"}
+    7: {
+        "_native",
+        "_reading",
+        "_renewal",
+        "transforms._chain",
+        "transforms._clip",
+        "transforms._masked",
+        "transforms._scale",
+    }
     | {"transforms._centralize", "transforms._factored", "transforms._trust_ratio"},
     8: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
     | {"transforms._orthogonalize"},
