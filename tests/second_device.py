@@ -5,9 +5,10 @@ says that it is on `desk:0`, only copies go from one device to the other, and an
 It has streams, which do everything in order and note what they were asked for.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -22,6 +23,39 @@ PINNED: dict[int, Tensor] = {}  # what was asked to be pinned, by address; kept,
 CROSSING = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 
 
+class Memory:
+    """How many bytes of the second device are in use, and were at most."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, list[int]] = {}  # address -> [tensors that lie there, bytes]
+        self.now = 0
+        self.peak = 0
+
+    def take(self, address: int, nbytes: int) -> None:
+        """One tensor more at an address."""
+        entry = self.held.setdefault(address, [0, 0])
+        self.now += nbytes - entry[1]
+        entry[:] = entry[0] + 1, nbytes
+        self.peak = max(self.peak, self.now)
+
+    def give(self, address: int) -> None:
+        """One tensor less."""
+        entry = self.held[address]
+        entry[0] -= 1
+        if not entry[0]:
+            self.now -= self.held.pop(address)[1]
+
+    @contextmanager
+    def at_most(self, nbytes: int) -> Iterator[None]:
+        """Inside, no more bytes than that come into use at once."""
+        before = self.peak = self.now
+        yield
+        assert self.peak - before <= nbytes, (self.peak - before, nbytes)
+
+
+MEMORY = Memory()
+
+
 class OnDesk(Tensor):
     """A tensor of the second device."""
 
@@ -34,6 +68,9 @@ class OnDesk(Tensor):
             device=DESK,
         )  # fmt: skip
         made.inner = inner
+        storage = inner.untyped_storage()
+        MEMORY.take(storage.data_ptr(), storage.nbytes())
+        weakref.finalize(made, MEMORY.give, storage.data_ptr())
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -85,40 +122,41 @@ def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 class Stream:
     """A stream that does everything in order."""
 
-    log: list[tuple[str, ...]] = []  # noqa: RUF012  # of all streams
-    names: list["Stream"] = []  # noqa: RUF012
+    log: ClassVar[list[str]] = []  # of all streams
+    made: ClassVar[list["Stream"]] = []
 
     def __init__(self, device: Any = None):
-        Stream.names.append(self)
-        self.name = f"s{len(Stream.names)}"
+        Stream.made.append(self)
+        self.name = ("current", "in", "out")[len(Stream.made) - 1]
+        self.events = 0
 
     def record_event(self) -> "Event":
-        event = Event(self)
-        Stream.log.append((self.name, "records", event.name))
-        return event
+        self.events += 1
+        Stream.log.append(f"{self.name} records {self.name}{self.events}")
+        return Event(f"{self.name}{self.events}")
 
     def wait_event(self, event: "Event") -> None:
-        Stream.log.append((self.name, "waits for", event.name))
+        Stream.log.append(f"{self.name} waits for {event.name}")
 
     def wait_stream(self, other: "Stream") -> None:
-        Stream.log.append((self.name, "waits for", other.name))
+        Stream.log.append(f"{self.name} waits for stream {other.name}")
 
     def synchronize(self) -> None:
-        Stream.log.append(("host", "waits for", self.name))
+        Stream.log.append(f"host waits for stream {self.name}")
 
 
 class Event:
     """A point in a stream's work."""
 
-    def __init__(self, stream: Stream):
-        self.name = f"{stream.name}.{sum(entry[1] == 'records' for entry in Stream.log)}"
+    def __init__(self, name: str):
+        self.name = name
 
 
 class Module(_DummyBackendModule):  # type: ignore[misc]
     """`torch.get_device_module("desk")`."""
 
     Stream = Stream
-    _current: list[Stream] = [Stream()]  # noqa: RUF012
+    _current: ClassVar[list[Stream]] = [Stream()]
 
     def is_available(self) -> bool:
         return True
@@ -128,6 +166,7 @@ class Module(_DummyBackendModule):  # type: ignore[misc]
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
+        Stream.log.append(f"{stream.name} does a job")
         self._current.append(stream)
         try:
             yield
