@@ -69,9 +69,7 @@ class Offload(Composite):
         updates, new = call_update(self.inner[0].update, updates, map_moments(there, state), params, extra)
         return updates, map_moments(lambda field, moment, tree: to_cpu(tree), new)
 
-    def _each(
-        self, rule: Leafwise, updates: Tree, state: Any, params: Tree, extra: dict[str, Any]
-    ) -> tuple[Tree, Any]:
+    def _each(self, rule: Leafwise, updates: Tree, state: Any, params: Tree, extra: dict[str, Any]) -> tuple[Tree, Any]:
         """As `_all`, with one leaf on the device at a time: the trees hold that leaf, and None elsewhere."""
         speaker = "offload.update"
         leaves, treedef = _tree.flatten(params)
@@ -150,10 +148,7 @@ def _map_stored(function: Callable[[str, Any], Any], node: Any, path: str = "") 
         return function(path, node)
     kids, names, rebuild = level
     return rebuild(
-        [
-            _map_stored(function, kid, f"{path}.{name}" if path else name)
-            for kid, name in zip(kids, names, strict=True)
-        ]
+        [_map_stored(function, kid, f"{path}.{name}" if path else name) for kid, name in zip(kids, names, strict=True)]
     )
 
 

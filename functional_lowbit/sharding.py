@@ -162,10 +162,8 @@ class ShardSpec:
             # from_local would move it to the mesh's device. fully_shard makes what it offloads like this, too.
             meta = TensorMeta(shape, self.stride, local.dtype)
             spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
-            return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
-        return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=shape, stride=self.stride
-        )
+            return DTensor(local, spec, requires_grad=False)
+        return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=shape, stride=self.stride)
 
     def like(self, shape: Sequence[int]) -> "ShardSpec":
         """The same mesh and placements for a contiguous tensor of another global shape."""

@@ -20,6 +20,7 @@ from functional_lowbit import _staging, _stream_plan
 from functional_lowbit._grid import grid_of
 from functional_lowbit._lanes import InOrder
 from functional_lowbit._offload import offloaded
+from functional_lowbit._program import LeafOp
 
 SIZE = 30_000  # bytes of a buffer: w, of 98304 elements, takes seven and more in every format but the smallest
 SIZES = st.lists(st.integers(0, 100), max_size=12)
@@ -86,17 +87,18 @@ def test_each_wait_of_a_plan_is_needed(lane):
     assert any(disorders(plan._replace(ops=ops), seed) for seed in range(100))
 
 
+ORDER = ["in0", "in1", "run0", "out0", "in2", "run1", "out1", "run2", "out2"]
+
+
 def test_the_next_copy_is_queued_before_the_kernel():
     plan = _stream_plan.plan([3, 3, 3, 9], 6)
-    assert plan.bundles == (range(0, 2), range(2, 3), range(3, 4))
+    assert plan.bundles == (range(2), range(2, 3), range(3, 4))
     assert plan.buffers == (9, 3)
-    assert [f"{op.lane}{op.bundle}" for op in plan.ops] == "in0 in1 run0 out0 in2 run1 out1 run2 out2".split()
+    assert [f"{op.lane}{op.bundle}" for op in plan.ops] == ORDER
     assert [op.after for op in plan.ops] == [None, None, 0, 2, 3, 1, 5, 4, 7]
 
 
-@given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(1, 64), st.integers(1, 500), st.booleans()
-)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(1, 64), st.integers(1, 500), st.booleans())
 @settings(max_examples=200, deadline=None)
 def test_pieces_are_parts_of_a_leaf_and_no_larger_than_asked(shape, block_size, size, is_blocked):
     grid = grid_of(shape, block_size) if is_blocked else None
@@ -180,7 +182,13 @@ def test_with_other_transformations(name, where):
     tx = fl.adamw8bit(SCHEDULE)
     plain = AROUND[name](tx)
     params = make_params()
-    check(plain, AROUND[name](staged(tx)) if where == "inside" else staged(plain), params, make_grads(params, "v"), backend="eager")
+    check(
+        plain,
+        AROUND[name](staged(tx)) if where == "inside" else staged(plain),
+        params,
+        make_grads(params, "v"),
+        backend="eager",
+    )
 
 
 @pytest.mark.parametrize("name", AROUND)
@@ -213,6 +221,28 @@ def test_master_weights(bits):
     plain, params = fl.master_weights(fl.adamw8bit(0.01), bits), make_params(torch.bfloat16)
     check(plain, staged(plain), params, make_grads(params), backend="eager")
     assert same(run_pure(staged(plain), params, make_grads(params)), run_pure(plain, params, make_grads(params)))
+
+
+def test_two_that_are_fused_share_the_smaller_buffers():
+    params = make_params()
+    plain = fl.chain(fl.scale_by_adam(), fl.low_bit(fl.trace(0.9)), fl.scale(-0.1))
+    parts = [(fl.scale_by_adam(), 50_000), (fl.low_bit(fl.trace(0.9)), 20_000)]
+    tx = fl.chain(*[offloaded(part, size, lambda device: Threads()) for part, size in parts], fl.scale(-0.1))
+    check(plain, tx, params, make_grads(params), backend="eager")
+
+
+def test_a_step_that_is_renewed_goes_on_streaming():
+    params = make_params()
+    grads = make_grads(params)
+    plain, tx = fl.adamw8bit(0.01), staged(fl.adamw8bit(0.01))
+    steps = [fl.compile(x, donate=False, backend="eager") for x in (plain, tx)]
+    found = [run_step(step, params, grads[:1], x.init(params)) for step, x in zip(steps, (plain, tx), strict=True)]
+    steps[0].renew(fl.adamw8bit(0.1))
+    steps[1].renew(staged(fl.adamw8bit(0.1)))
+    a, b = (run_step(step, p, grads[1:], s) for step, (p, s) in zip(steps, found, strict=True))
+    assert same(a, b)
+    resting = [op.resting for op in steps[1]._ops if isinstance(op, LeafOp) and op.rule.moments]
+    assert resting and all(x is not None for x in resting)
 
 
 def test_what_cannot_be_taken_apart_goes_through_the_pure_update():
@@ -316,7 +346,7 @@ class Torn(InOrder):
 def test_a_failure_in_the_middle_is_told_and_the_state_refused():
     tx, params = offloaded(fl.adamw8bit(0.1), SIZE, lambda device: Torn()), make_params()
     state, step = tx.init(params), fl.compile(tx, backend="eager")
-    with pytest.raises(OSError, match="^the link is down$"):
+    with pytest.raises(OSError, match="the link is down"):
         step(make_grads(params)[0], state, params)
     with pytest.raises(RuntimeError, match="an earlier step in place was interrupted"):
         step(make_grads(params)[0], state, params)
