@@ -20,20 +20,24 @@ class Lanes(Protocol):
 
 
 class InOrder:
-    """Lanes of a device without streams: each job is over before the next one is queued."""
+    """Lanes of a device without streams of its own choice: it does all that is queued in order."""
+
+    def __init__(self, device: torch.device):
+        self._module = torch.get_device_module(device)
 
     def submit(self, lane: str, job: Callable[[], None], after: Sequence[Any]) -> None:
-        """Do the job."""
+        """Queue the job on the device, behind all others."""
         job()
 
     def finish(self) -> None:
-        """Nothing is left to wait for."""
+        """Wait for the device."""
+        self._module.synchronize()
 
 
 class Streams:
     """Lanes of an accelerator. Kernels run on the current stream, copies on two others.
 
-    What was queued on the current stream before this is made, the buffers' allocation too, is over before a copy begins.
+    What was queued on the current stream before this is made is over before a copy begins: buffers are allocated first.
     """
 
     def __init__(self, device: torch.device):
@@ -70,7 +74,7 @@ def _side_streams(device: torch.device) -> tuple[Any, Any]:
 
 def lanes_of(device: torch.device) -> Lanes:
     """The lanes of a device: streams where it has them."""
-    return Streams(device) if has_streams(device) else InOrder()
+    return Streams(device) if has_streams(device) else InOrder(device)
 
 
 def has_streams(device: torch.device) -> bool:

@@ -163,9 +163,9 @@ def offload(
 
     `low_bit` may be inside or outside. Shared state (the step) and statistics are small and rest where they would
     without this. Put it around the part that has the moments, or around all: `offload(chain(a, b))` is
-    `chain(offload(a), offload(b))`, and `offload(master_weights(tx))` is `master_weights(offload(tx))`, whose errors stay
-    with the parameters. What the step cannot take apart (a user's own pair with moments, a leaf function that needs
-    whole leaves) is run by the pure update.
+    `chain(offload(a), offload(b))`, and `offload(master_weights(tx))` is `master_weights(offload(tx))`, whose errors
+    stay with the parameters. What the step cannot take apart (a user's own pair with moments, a leaf function that
+    needs whole leaves) is run by the pure update.
 
     Args:
         tx: Any transformation whose states declare moments (`Signed`, `NonNegative`).
@@ -179,7 +179,8 @@ def offload(
 
     Raises:
         TypeError: if `tx` is no GradientTransformation, or `buffer_size` no int.
-        ValueError: for another device than the CPU, or a buffer below 1 byte; at `update`, for a state on another device.
+        ValueError: for another device than the CPU, or a buffer below 1 byte; at `update` and in the step, for a state
+            on another device.
 
     Example:
         >>> import torch, functional_lowbit as fl

@@ -130,7 +130,7 @@ def the_device_never_holds_all_of_the_state() -> None:
         fl.offload(fl.low_bit(fl.adam(0.1))).init(params)
     assert fl.describe(state).total_bytes > 24 * leaf
     step = fl.compile(tx, backend="eager")
-    # Two buffers; the kernel's own tensors, here not fused, are of half a leaf, since a buffer holds that much of two moments.
+    # Two buffers. The kernel's own tensors, here not fused, are of half a leaf: a buffer holds two moments of that much.
     with desk.MEMORY.at_most(10 * leaf):
         step(grads, state, params)
     # 12 leaves of updates are the result; beside them one leaf's moments, and what the update makes of them.

@@ -214,7 +214,8 @@ def test_the_names_of_the_contract_are_there():
         "scale_by_schedule scale_by_learning_rate add_decayed_weights clip clip_by_global_norm trace scale_by_adam "
         "adam adamw adam8bit adamw8bit adam4bit adamw4bit adamfp8 adamwfp8 sgd sgd8bit lion lion8bit scale_by_lion "
         "master_weights master_params "
-        "low_bit offload quantize QuantizedTensor describe compile global_norm state_dict load_state_dict checkpoint formats "
+        "low_bit offload quantize QuantizedTensor describe compile global_norm state_dict load_state_dict "
+        "checkpoint formats "
         "rounding schedules sharding tree optim"
     )
     assert [name for name in names.split() if not hasattr(fl, name)] == []
