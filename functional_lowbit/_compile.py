@@ -257,8 +257,9 @@ class Step:
                     outs[i] = torch.empty(run.locals[i].shape, dtype=torch.float32, device=device)
             starts = {i: self._start(run, ops, i) for i in members} if stochastic else {}
             leaves = [self._leaf(run, ops, i, outs[i], starts.get(i)) for i in members]
-            resting = _streamed.resting([(self._ops[j].resting, c) for j, c in zip(ops, codecs, strict=True)])
-            calls.append(_streamed.Call(kernel, leaves, shaped, scalars, *resting))
+            at_rest = [(self._ops[j].resting, c) for j, c in zip(ops, codecs, strict=True)]
+            at_rest += [(self._master.resting, (None,))] if bits and self._master is not None else []
+            calls.append(_streamed.Call(kernel, leaves, shaped, scalars, *_streamed.resting(at_rest)))
         run.written = run.written or bool(calls)  # whatever could be refused or fail to compile has had its chance
         _streamed.run(calls)
         if not apply:

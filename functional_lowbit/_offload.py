@@ -28,6 +28,10 @@ class Offload(Composite):
 
     offloads = True
 
+    def place(self, moment: Tree) -> Tree:
+        """Where a moment rests."""
+        return to_cpu(moment)
+
     def __init__(
         self, inner: GradientTransformation, buffer_size: int, lanes: Callable[[torch.device], _lanes.Lanes] | None
     ):
@@ -163,8 +167,8 @@ def offload(
 
     `low_bit` may be inside or outside. Shared state (the step) and statistics are small and rest where they would
     without this. Put it around the part that has the moments, or around all: `offload(chain(a, b))` is
-    `chain(offload(a), offload(b))`, and `offload(master_weights(tx))` is `master_weights(offload(tx))`, whose errors
-    stay with the parameters. What the step cannot take apart (a user's own pair with moments, a leaf function that
+    `chain(offload(a), offload(b))`. The errors of `master_weights` rest on the CPU with `offload(master_weights(tx))`,
+    and with the parameters with `master_weights(offload(tx))`. What the step cannot take apart (a user's own pair with moments, a leaf function that
     needs whole leaves) is run by the pure update.
 
     Args:
@@ -209,7 +213,7 @@ def offloaded(
     if isinstance(part, Chain):
         part = Chain([offloaded(inner, buffer_size, lanes) for inner in part.inner])
     elif isinstance(part, MasterWeights):
-        part = MasterWeights(offloaded(part.inner, buffer_size, lanes), part.bits)
+        part = MasterWeights(offloaded(part.inner, buffer_size, lanes), part.bits, Offload(tx, buffer_size, lanes))
     else:
         part = Offload(tx, buffer_size, lanes)
     return GradientTransformation(part.init, part)

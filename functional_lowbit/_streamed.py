@@ -46,7 +46,8 @@ def resting(ops: Sequence[tuple[Resting | None, Sequence[Any]]]) -> tuple[Restin
     """Who says how the state of some operations rests, and which of a leaf's tensors rest elsewhere.
 
     Args:
-        ops: For each, who says it (None: its moments are with the parameters), and the codec of each moment.
+        ops: For each, who says it (None: its moments are with the parameters), and the codec of each moment. The errors
+            of master weights, which come behind all moments, count as those of one more.
     """
     found: Resting | None = None
     at: list[int] = []

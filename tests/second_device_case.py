@@ -70,14 +70,19 @@ def numbers_are_those_of_the_plain_step() -> None:
         "stochastic", adam, fl.offload(adam, buffer_size=size), "donated", dtype=torch.bfloat16,
         rounding="stochastic", key=3,
     )  # fmt: skip
-    # The errors of master weights stay with the parameters.
+    # The errors of master weights rest with the moments, or with the parameters.
     half = random_like(PARAMS, 0, torch.bfloat16)
     grads = [random_like(PARAMS, 1 + t, torch.bfloat16) for t in range(2)]
     wanted = run(fl.master_weights(adam), half, grads, "donated")
-    found = run(fl.offload(fl.master_weights(adam), buffer_size=size), to_desk(half), to_desk(grads), "donated")
-    assert same(to_cpu(found), wanted)
-    assert devices(found[1].error) == {"desk"}
-    assert devices(found[1].inner_state) == {"cpu"}
+    for tx, where in (
+        (fl.offload(fl.master_weights(adam), buffer_size=size), "cpu"),
+        (fl.master_weights(fl.offload(adam, buffer_size=size)), "desk"),
+    ):
+        for way in ("donated", "pure"):
+            found = run(tx, to_desk(half), to_desk(grads), way)
+            assert same(to_cpu(found), wanted), (where, way)
+            assert devices(found[1].error) == {where}
+            assert devices(found[1].inner_state) == {"cpu"}
 
 
 def streams_are_asked_for_what_the_plan_says() -> None:
@@ -130,7 +135,7 @@ def the_device_never_holds_all_of_the_state() -> None:
         fl.offload(fl.low_bit(fl.adam(0.1))).init(params)
     assert fl.describe(state).total_bytes > 24 * leaf
     step = fl.compile(tx, backend="eager")
-    # Two buffers. The kernel's own tensors, here not fused, are of half a leaf: a buffer holds two moments of that much.
+    # Two buffers, and the kernel's own tensors, here not fused, of half a leaf: as much as a buffer holds of two moments.
     with desk.MEMORY.at_most(10 * leaf):
         step(grads, state, params)
     # 12 leaves of updates are the result; beside them one leaf's moments, and what the update makes of them.

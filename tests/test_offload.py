@@ -246,6 +246,23 @@ def test_a_step_that_is_renewed_goes_on_streaming():
     assert resting[0] is not None
 
 
+def test_the_errors_of_master_weights_go_through_the_buffers():
+    tx, params = staged(fl.master_weights(fl.sgd(0.1))), make_params(torch.bfloat16)
+    state, pieces = tx.init(params), []
+    before = clone(state.error)
+    submit = Threads.submit
+
+    def counted(self: Any, lane: str, job: Any, after: Any) -> Any:
+        pieces.append(lane)
+        return submit(self, lane, job, after)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Threads, "submit", counted)
+        fl.compile(tx, backend="eager")(make_grads(params)[0], state, params)
+    assert pieces.count("run") >= 2 * sum(p.numel() for p in params.values()) // SIZE
+    assert not same(state.error, before)
+
+
 def test_what_cannot_be_taken_apart_goes_through_the_pure_update():
     params = {"w": make_params()["w"]}
     grads = make_grads(params)
@@ -397,6 +414,22 @@ def test_a_state_on_another_device_is_refused():
 
 
 # A second device
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator: its streams are not run")
+@pytest.mark.parametrize("backend", ["eager", None])
+def test_parameters_on_an_accelerator(backend):
+    device = torch.accelerator.current_accelerator()
+    params = fl.tree.map(lambda p: p.to(device), make_params())
+    grads = fl.tree.map(lambda g: g.to(device), make_grads(params))
+    plain = fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(0.01))
+    tx = fl.offload(plain, buffer_size=SIZE)
+    wanted, state = run_step(fl.compile(plain, donate=False, backend=backend), params, grads, plain.init(params))
+    found, rested = run_step(fl.compile(tx, backend=backend), params, grads, tx.init(params))
+    to_cpu = lambda tree: torch.utils._pytree.tree_map(lambda x: x.cpu(), tree)  # noqa: E731
+    assert all(x.device.type == "cpu" for x in leaves(rested))
+    assert same(to_cpu(found), to_cpu(wanted))
+    assert same(rested, to_cpu(state))
 
 
 def test_parameters_on_a_second_device():
