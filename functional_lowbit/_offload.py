@@ -17,7 +17,7 @@ from functional_lowbit.sharding import ShardSpec, local_of, wrap
 from functional_lowbit.transforms._chain import Chain
 from functional_lowbit.transforms._master import MasterWeights
 
-BUFFER_SIZE = 2**26  # bytes; 2.6 ms of a PCIe 5.0 x16 link at 25 GB/s, long beside what starting a copy costs (10 us)
+BUFFER_SIZE = 2**26  # bytes; 2.7 ms at 25 GB/s (PCIe 4.0 x16), long beside the 10 us or so that starting a copy costs
 
 
 class Offload(Composite):
@@ -74,37 +74,32 @@ class Offload(Composite):
         return updates, map_moments(lambda field, moment, tree: to_cpu(tree), new)
 
     def _each(self, rule: Leafwise, updates: Tree, state: Any, params: Tree, extra: dict[str, Any]) -> tuple[Tree, Any]:
-        """As `_all`, with one leaf on the device at a time: the trees hold that leaf, and None elsewhere."""
+        """As `_all`, with one leaf on the device at a time: each makes a tree of its own, under its path."""
         speaker = "offload.update"
         leaves, treedef = _tree.flatten(params)
         us = _check.same_structure(speaker, "updates", treedef, updates)
         kept = {
-            name: _check.same_structure(speaker, f"state.{name}", treedef, getattr(state, name))
+            name: list(_check.same_structure(speaker, f"state.{name}", treedef, getattr(state, name)))
             for name in rule.leaf_fields
         }
-        todo = [i for i, u in enumerate(us) if u is not None]
-        if not todo:
+        if all(u is None for u in us):
             return self._all(updates, state, params, extra)
-        paths = _tree.names(treedef)
-        new_us, new_state = list(us), state
-        news = {name: list(values) for name, values in kept.items()}
-        for i in todo:
-
-            def only(x: Any, i: int = i) -> Tree:
-                return _tree.unflatten(treedef, [x if j == i else None for j in range(len(leaves))])
-
+        shared = state
+        for i, (path, p, u) in enumerate(zip(_tree.names(treedef), leaves, us, strict=True)):
+            if u is None:
+                continue
             fields = {name: values[i] for name, values in kept.items()}
             for name in rule.moments:
-                fields[name] = _moved(speaker, name, paths[i], fields[name], leaves[i].device)
-            one = state._replace(**{name: only(x) for name, x in fields.items()})
-            u, new_state = call_update(self.inner[0].update, only(us[i]), one, only(leaves[i]), extra)
-            new_us[i] = _tree.flatten_up_to(treedef, u)[i]
-            for name in news:
-                new = _tree.flatten_up_to(treedef, getattr(new_state, name))[i]
-                news[name][i] = to_cpu(new) if name in rule.moments else new
+                fields[name] = _moved(speaker, name, path, fields[name], p.device)
+            own = state._replace(**{name: {path: x} for name, x in fields.items()})
+            new_u, shared = call_update(self.inner[0].update, {path: u}, own, {path: p}, extra)
+            us[i] = new_u[path]
+            for name, values in kept.items():
+                new = getattr(shared, name)[path]
+                values[i] = to_cpu(new) if name in rule.moments else new
         # What all leaves share goes on alike for each.
-        trees = {name: _tree.unflatten(treedef, values) for name, values in news.items()}
-        return _tree.unflatten(treedef, new_us), new_state._replace(**trees)
+        trees = {name: _tree.unflatten(treedef, values) for name, values in kept.items()}
+        return _tree.unflatten(treedef, us), shared._replace(**trees)
 
 
 def _alone(update: Any) -> Leafwise | None:
@@ -168,8 +163,8 @@ def offload(
     `low_bit` may be inside or outside. Shared state (the step) and statistics are small and rest where they would
     without this. Put it around the part that has the moments, or around all: `offload(chain(a, b))` is
     `chain(offload(a), offload(b))`. The errors of `master_weights` rest on the CPU with `offload(master_weights(tx))`,
-    and with the parameters with `master_weights(offload(tx))`. What the step cannot take apart (a user's own pair with moments, a leaf function that
-    needs whole leaves) is run by the pure update.
+    and with the parameters with `master_weights(offload(tx))`. What the step cannot take apart (a user's own pair with
+    moments, a leaf function that needs whole leaves) is run by the pure update.
 
     Args:
         tx: Any transformation whose states declare moments (`Signed`, `NonNegative`).

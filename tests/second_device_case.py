@@ -135,7 +135,7 @@ def the_device_never_holds_all_of_the_state() -> None:
         fl.offload(fl.low_bit(fl.adam(0.1))).init(params)
     assert fl.describe(state).total_bytes > 24 * leaf
     step = fl.compile(tx, backend="eager")
-    # Two buffers, and the kernel's own tensors, here not fused, of half a leaf: as much as a buffer holds of two moments.
+    # Two buffers, and the kernel's own tensors, here not fused, of half a leaf: a buffer holds both moments of that.
     with desk.MEMORY.at_most(10 * leaf):
         step(grads, state, params)
     # 12 leaves of updates are the result; beside them one leaf's moments, and what the update makes of them.
