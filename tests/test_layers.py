@@ -57,13 +57,14 @@ FLOORS = {
     }
     | {"transforms._centralize", "transforms._factored", "transforms._trust_ratio"},
     8: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
-    | {"transforms._orthogonalize"},
+    | {"transforms._orthogonalize", "transforms._inject", "transforms._multi_steps"},
     9: {"_offload", "_run", "_donate", "_safetensors", "transforms._adam", "transforms._lion"},
-    10: {"_compile", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"},
-    11: {"optim._groups", "optim._param_tree"},
-    12: {"optim._optimizer"},
-    13: {"optim"},
-    14: {"", "transforms"},  # what users import
+    10: {"_begin", "_launch", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"},
+    11: {"_compile", "optim._groups"},
+    12: {"optim._param_tree"},
+    13: {"optim._optimizer"},
+    14: {"optim"},
+    15: {"", "transforms"},  # what users import
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 DOORS = {  # who may use what
@@ -213,7 +214,7 @@ def test_the_names_of_the_contract_are_there():
         "GradientTransformation apply_updates leafwise chain identity stateless masked apply_if_finite scale "
         "scale_by_schedule scale_by_learning_rate add_decayed_weights clip clip_by_global_norm trace scale_by_adam "
         "adam adamw adam8bit adamw8bit adam4bit adamw4bit adamfp8 adamwfp8 sgd sgd8bit lion lion8bit scale_by_lion "
-        "master_weights master_params "
+        "master_weights master_params inject_hyperparams multi_steps "
         "low_bit offload quantize QuantizedTensor describe compile global_norm state_dict load_state_dict "
         "checkpoint formats "
         "rounding schedules sharding tree optim"

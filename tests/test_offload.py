@@ -171,6 +171,7 @@ AROUND: dict[str, Callable[[Any], Any]] = {
     "schedule": lambda tx: fl.chain(tx, fl.scale_by_schedule(SCHEDULE)),
     "mask": lambda tx: fl.masked(tx, MASK),
     "gate": lambda tx: fl.apply_if_finite(tx),
+    "steps": lambda tx: fl.multi_steps(tx, 2),
     "mixed formats": lambda tx: fl.chain(tx, fl.low_bit(fl.trace(0.9), "dynamic4")),
     "low_bit": lambda tx: fl.low_bit(tx, {"mu": "e4m3"}),
 }
@@ -223,6 +224,22 @@ def test_master_weights(bits):
     assert same(run_pure(staged(plain), params, make_grads(params)), run_pure(plain, params, make_grads(params)))
 
 
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_numbers_in_the_state(where):
+    def of_numbers(wrap: Any) -> fl.GradientTransformation:
+        return fl.inject_hyperparams(lambda learning_rate: wrap(fl.adamw8bit(learning_rate)))(learning_rate=SCHEDULE)
+
+    params = make_params()
+    plain = of_numbers(lambda tx: tx)
+    tx = of_numbers(staged) if where == "inside" else staged(plain)
+    grads = make_grads(params)
+    found = run_step(fl.compile(tx, donate=False, backend="eager"), params, grads, tx.init(params))
+    pure = run_pure(tx, params, grads)
+    wanted = run_step(fl.compile(plain, donate=False, backend="eager"), params, grads, plain.init(params))
+    for one in (found, pure):
+        assert same((one[0], one[1].inner_state), (wanted[0], wanted[1].inner_state))
+
+
 def test_two_that_are_fused_share_the_smaller_buffers():
     params = make_params()
     plain = fl.chain(fl.scale_by_adam(), fl.low_bit(fl.trace(0.9)), fl.scale(-0.1))
@@ -241,7 +258,7 @@ def test_a_step_that_is_renewed_goes_on_streaming():
     steps[1].renew(staged(fl.adamw8bit(0.1)))
     a, b = (run_step(step, p, grads[1:], s) for step, (p, s) in zip(steps, found, strict=True))
     assert same(a, b)
-    resting = [op.resting for op in steps[1]._ops if isinstance(op, LeafOp) and op.rule.moments]
+    resting = [op.behind.resting for op in steps[1]._program.ops() if isinstance(op, LeafOp) and op.rule.moments]
     assert len(resting) == 1
     assert resting[0] is not None
 
