@@ -160,6 +160,8 @@ class Step:
 
 def _other_grid(run: Run, i: int, leaf: int) -> bool:
     """Whether a leaf's moments are blocked differently in a pending operation (two `low_bit`s in one chain)."""
+    if not run.pending[leaf]:
+        return False
     mine = block_size_of(run.moments[i][leaf])
     return mine is not None and any(block_size_of(run.moments[j][leaf]) not in (None, mine) for j in run.pending[leaf])
 

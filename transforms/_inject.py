@@ -127,7 +127,8 @@ class InjectHyperparams(Renewing):
         """The update of the transformation that is made of this step's numbers."""
         numbers, new = self.advance(state)
         updates, inner = call_update(self.make(numbers).update, updates, state.inner_state, params, extra)
-        return updates, new._replace(inner_state=inner)
+        kept = {name: x.clone() for name, x in numbers.items()}  # filled in the new state, the old one's stay
+        return updates, new._replace(hyperparams=kept, inner_state=inner)
 
 
 def _is_schedule(value: Any) -> bool:
