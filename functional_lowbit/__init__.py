@@ -27,6 +27,7 @@ from functional_lowbit._leafwise import leafwise as leafwise
 from functional_lowbit._low_bit import low_bit as low_bit
 from functional_lowbit._norm import global_norm as global_norm
 from functional_lowbit._numerics import sqrt as sqrt
+from functional_lowbit._offload import offload as offload
 from functional_lowbit._quantized import QuantizedTensor as QuantizedTensor, quantize as quantize
 from functional_lowbit._version import __version__ as __version__
 from functional_lowbit.transforms._adam import (

@@ -10,7 +10,6 @@ from functional_lowbit._noise import Noise
 from functional_lowbit._program import HostGateOp, LeafOp, OpaqueOp, Program, RenewOp
 from functional_lowbit._quantized import QuantizedTensor
 from functional_lowbit._renewal import at
-from functional_lowbit._rule import Leafwise
 from functional_lowbit._run import Run
 from functional_lowbit.sharding import ShardSpec, local_of
 from functional_lowbit.transforms._master import MasterWeights, MasterWeightsState
@@ -66,7 +65,7 @@ def begin(
     moments: list[list[tuple[Any, ...]]] = []
     for op, op_state, seen in zip(ops, states, active, strict=True):
         if isinstance(op, (LeafOp, HostGateOp)):
-            moments.append(_moments(op.rule, op_state, seen, treedef, paths, leaves))
+            moments.append(_moments(op, op_state, seen, treedef, paths, leaves))
             hypers.append(op.rule.hyper(op_state))
         else:
             moments.append([])
@@ -85,6 +84,7 @@ def begin(
         program=program,
         ops=ops,
         master_bits=0 if master is None else master.bits,
+        master_resting=None if master is None else master.resting,
         backend=backend,
         treedef=treedef,
         params=leaves,
@@ -104,7 +104,7 @@ def begin(
 
 
 def _moments(
-    rule: Leafwise,
+    op: LeafOp | HostGateOp,
     state: Any,
     seen: Sequence[bool],
     treedef: _tree.TreeDef,
@@ -112,13 +112,14 @@ def _moments(
     leaves: Sequence[Any],
 ) -> list[tuple[Any, ...]]:
     """Each leaf's moments, in the rule's order."""
+    rule = op.rule
     _check.state_class(SPEAKER, state, rule.state_class)
     fields = []
     for name in rule.moments:
         values = _check.same_structure(SPEAKER, f"state.{name}", treedef, getattr(state, name))
         for path, leaf, value, is_seen in zip(paths, leaves, values, seen, strict=True):
             if is_seen:
-                _check.moment_shape(SPEAKER, name, path, leaf, value)
+                _check.moment_shape(SPEAKER, name, path, leaf, value, op.behind.resting is not None)
         fields.append(values)
     moments = list(zip(*fields, strict=True)) if fields else [()] * len(leaves)
     for path, each in zip(paths, moments, strict=True):

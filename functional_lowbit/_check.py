@@ -161,8 +161,11 @@ def moments(speaker: str, field: str, paths: Sequence[str], leaves: Sequence[Any
         moment_shape(speaker, field, path, leaf, value)
 
 
-def moment_shape(speaker: str, field: str, path: str, leaf: Any, value: Any) -> None:
-    """Refuse a moment that was made for a parameter of another shape, sharding or device, or for none."""
+def moment_shape(speaker: str, field: str, path: str, leaf: Any, value: Any, offloaded: bool = False) -> None:
+    """Refuse a moment that was made for a parameter of another shape, sharding or device, or for none.
+
+    One that is offloaded has to be on the CPU, or on the meta device as its parameter is.
+    """
     if not hasattr(value, "shape"):
         raise ValueError(
             f"{speaker}: state.{field}{_at(path)} must be a moment, got {type(value).__name__}; the state was made for "
@@ -179,12 +182,23 @@ def moment_shape(speaker: str, field: str, path: str, leaf: Any, value: Any) -> 
             "to store it in fewer bits, use fl.low_bit"
         )
     device = value.device if isinstance(value, Tensor) else value.codes.device
-    if device != leaf.device:
+    if offloaded and leaf.device.type != "meta":
+        if device.type != "cpu":
+            raise not_on_cpu(speaker, field, path, device)
+    elif device != leaf.device:
         raise ValueError(
             f"{speaker}: state.{field}{_at(path)} is on {device}, but its parameter is on {leaf.device}; make the "
             "state with init(params) after the parameters are moved"
         )
     sharding(speaker, f"state.{field}{_at(path)}", leaf, value)
+
+
+def not_on_cpu(speaker: str, field: str, path: str, device: torch.device) -> ValueError:
+    """For a moment that was not made by `offload`."""
+    return ValueError(
+        f"{speaker}: state.{field}{_at(path)} is on {device}, but fl.offload keeps it on the CPU; make the state with "
+        "init(params) of the offloaded transformation"
+    )
 
 
 def sharding(speaker: str, what: str, leaf: Any, value: Any) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_lowbit import _interrupted, _schema, _tree
+from functional_lowbit._like_params import is_pinned, pinned
 from functional_lowbit._quantized import QuantizedTensor
 from functional_lowbit._reading import Reading, numbers, reading
 from functional_lowbit.sharding import ShardSpec
@@ -149,6 +150,9 @@ def build(state: Any, readings: Mapping[str, Reading], take: Callable[[str, Any,
         path: one.build({ending: take(path + ending, like, one.device) for ending, like in one.likes.items()})
         for path, one in readings.items()
     }
+    for path, one in readings.items():
+        if one.pinned:  # else a state that is offloaded would be copied more slowly from here on
+            new[path] = _tree.map_leaves(lambda x: x if is_pinned(x) else pinned(x), new[path])
     return _replace(state, "", new)
 
 

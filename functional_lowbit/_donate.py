@@ -6,12 +6,15 @@ from torch import Tensor
 
 from functional_lowbit import _tree
 from functional_lowbit._base import Tree
+from functional_lowbit._like_params import is_pinned, pinned
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
 
 
 def copy_leaf(x: Any) -> Any:
-    """A copy of a leaf with the same sharding."""
-    return wrap(local_of(x).clone(), ShardSpec.of(x)) if isinstance(x, Tensor) else x
+    """A copy of a leaf with the same sharding, in pinned memory if the leaf is."""
+    if not isinstance(x, Tensor):
+        return x
+    return pinned(x) if is_pinned(x) else wrap(local_of(x).clone(), ShardSpec.of(x))
 
 
 def storages(tree: Tree) -> set[int]:

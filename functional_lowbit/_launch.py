@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit import _staging
+from functional_lowbit import _staging, _streamed
 from functional_lowbit._backends import Kernel, kernel_for
 from functional_lowbit._kernel import KernelKey, Stage
 from functional_lowbit._noise import Start
@@ -86,10 +86,12 @@ def launch(run: Run, used: dict[KernelKey, Kernel], leaves: Sequence[int], resul
             for i in members:
                 outs[i] = torch.empty(run.locals[i].shape, dtype=torch.float32, device=device)
         starts = {i: _start(run, ops, i) for i in members} if stochastic else {}
-        calls.append((kernel, [_leaf(run, ops, i, outs.get(i), starts.get(i)) for i in members], shaped, scalars))
+        tensors = [_leaf(run, ops, i, outs.get(i), starts.get(i)) for i in members]
+        at_rest = [(run.ops[j].behind.resting, c) for j, c in zip(ops, codecs, strict=True)]
+        at_rest += [(run.master_resting, (None,))] if bits else []
+        calls.append(_streamed.Call(kernel, tensors, shaped, scalars, *_streamed.resting(at_rest)))
     run.written = run.written or bool(calls)  # whatever could be refused or fail to compile has had its chance
-    for kernel, tensors, shaped, scalars in calls:
-        kernel.run(tensors, shaped, scalars)
+    _streamed.run(calls)
     for i in leaves:
         run.pending[i] = []
         if result is Result.DISCARDED and run.updates[i] is not None:

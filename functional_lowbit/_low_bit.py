@@ -9,7 +9,7 @@ from torch import Tensor
 from functional_lowbit import _check, _tree, formats
 from functional_lowbit._base import GradientTransformation, Moment, Tree, call_update
 from functional_lowbit._grid import grid_of
-from functional_lowbit._like_params import rest_in_float32
+from functional_lowbit._like_params import placed, rest_in_float32
 from functional_lowbit._parts import Composite, Rest, init_with, map_moments
 from functional_lowbit._quantized import Layout, QuantizedTensor, check_block_size, encode, zeros
 from functional_lowbit.formats import Format
@@ -61,14 +61,14 @@ class LowBit(Composite):
                 return rest_in_float32(field, moment, path, param, value)
             stored += 1
             if value is None:
-                return zeros(layout, local_of(param).device)
+                return placed(zeros(layout, local_of(param).device))
             first = local_of(value())
             if tuple(first.shape) != layout.local_shape():
                 raise ValueError(
                     f"low_bit: state.{field}[{path!r}] has shape {tuple(first.shape)}, but a moment must have its "
                     f"parameter's, {layout.local_shape()}; do not declare it Signed or NonNegative"
                 )
-            return encode(first, layout)
+            return placed(encode(first, layout))
 
         state = init_with(self.inner[0], params, keep)
         unknown = set(self.by_field or ()) - seen

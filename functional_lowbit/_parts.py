@@ -46,6 +46,7 @@ class Composite(Part):
 
     inner: tuple[GradientTransformation, ...]
     sequential = False  # whether the inner transformations see the same trees as this one, one after the other
+    offloads = False  # whether the moments inside rest on the CPU, see `_offload`
 
     @abstractmethod
     def split(self, state: Any) -> Sequence[Any]:

@@ -5,7 +5,7 @@ at whole trees, or is not known from the inside, stands between.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from functional_lowbit import _tree
@@ -17,10 +17,11 @@ from functional_lowbit._rule import Leafwise
 
 @dataclass(frozen=True)
 class Behind:
-    """The gates that an operation stands behind."""
+    """The gates that an operation stands behind, and where its moments rest."""
 
     gates: tuple[int, ...] = ()  # it takes effect if all of these are open, which kernels are told in numbers
     hosts: tuple[int, ...] = ()  # it is run at all if all of these are open, which the host decides
+    resting: Any = None  # the part that keeps moments on the CPU, see `_offload`; None: they are with the parameters
 
 
 @dataclass(frozen=True)
@@ -148,19 +149,28 @@ def _lower(update: Any, behind: Behind, counters: list[int]) -> Program:
     outside, before = behind, list(counters)
     if isinstance(update, Gated):
         own = GateOp(update, counters[0], behind)
-        behind = Behind((*behind.gates, counters[0]), behind.hosts)
+        behind = replace(behind, gates=(*behind.gates, counters[0]))
         counters[0] += 1
     elif isinstance(update, HostGated):
         own = HostGateOp(update, counters[1], behind)
-        behind = Behind(behind.gates, (*behind.hosts, counters[1]))
+        behind = replace(behind, hosts=(*behind.hosts, counters[1]))
         counters[1] += 1
     elif isinstance(update, Observing):
         own = ObserveOp(update, behind)
     elif isinstance(update, Renewing):
         own = RenewOp(update, behind)
+    if update.offloads:
+        behind = replace(behind, resting=update)
     inner = tuple(_lower(tx.update, behind, counters) for tx in update.inner)
-    if not update.sequential and any(isinstance(op, OpaqueOp) for program in inner for op in program.ops()):
+    if not update.sequential and any(
+        isinstance(op, OpaqueOp) or (update.offloads and _looks_at_moments(op)) for p in inner for op in p.ops()
+    ):
         # What a mask, a gate or low_bit does to an unknown update, only the wrapper itself can do.
         counters[:] = before  # kernels are told of gates by position
         return Program(update, OpaqueOp(update, outside))
     return Program(update, own, inner)
+
+
+def _looks_at_moments(op: Op) -> bool:
+    """Whether a function of whole trees is given the moments, and so needs all of them on one device."""
+    return isinstance(op, (LeafOp, HostGateOp)) and op.rule.prepare is not None and bool(op.rule.moments)

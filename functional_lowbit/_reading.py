@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from functional_lowbit import _schema, formats
+from functional_lowbit._like_params import is_pinned
 from functional_lowbit._quantized import Layout, QuantizedTensor, encode, zeros
 from functional_lowbit.formats._format import pack
 from functional_lowbit.sharding import ShardSpec, contiguous_stride, local_of, wrap
@@ -23,6 +24,7 @@ class Reading(NamedTuple):
     likes: dict[str, Any]  # ending of the entry's name -> a tensor of its dtype, shape and sharding, or a number
     build: Callable[[Mapping[str, Any]], Any]  # entries by ending -> the leaf
     device: torch.device | None = None  # of the leaf; None for a number
+    pinned: bool = False  # whether the leaf lies in pinned memory
 
 
 def reading(speaker: str, path: str, own: Any, saved: Mapping[str, Any], convert: bool) -> Reading:
@@ -33,7 +35,9 @@ def reading(speaker: str, path: str, own: Any, saved: Mapping[str, Any], convert
     """
     found = _reading(speaker, path, own, saved, convert)
     part = own.codes if isinstance(own, QuantizedTensor) else own
-    return found._replace(device=local_of(part).device) if isinstance(part, Tensor) else found
+    if not isinstance(part, Tensor):
+        return found
+    return found._replace(device=local_of(part).device, pinned=is_pinned(part))
 
 
 def _reading(speaker: str, path: str, own: Any, saved: Mapping[str, Any], convert: bool) -> Reading:

@@ -26,6 +26,7 @@ class Run:
     program: Program  # with this call's numbers
     ops: list[Op]
     master_bits: int  # of the codes; 0 where there are none
+    master_resting: Any  # the part that keeps the codes on the CPU; None: they are with the parameters
     backend: str | None
     treedef: _tree.TreeDef
     params: list[Tensor]  # as given

@@ -69,7 +69,7 @@ def run(leaves: Iterable[Leaf], shaped: Sequence[bool], call: Callable[[list[Ten
                 call([x[first:last] for x in views])
             continue
         block = 0 if leaf.grid is None else leaf.grid.block
-        for piece in _pieces(leaf, shaped):
+        for piece in pieces(leaf, shaped, CHUNK):
             pending.setdefault(block, []).append(piece)
             waiting[block] = waiting.get(block, 0) + piece.numel
             if waiting[block] >= CHUNK:
@@ -107,27 +107,33 @@ def _gathered(grid: Grid | None, x: Tensor, shape: Sequence[int]) -> Tensor:
     return grid.from_blocks(x, shape)
 
 
-def _pieces(leaf: Leaf, shaped: Sequence[bool]) -> Iterator[Leaf]:
-    """A leaf to be staged, in pieces of about `CHUNK` elements: rows, or for a single row blocks."""
+def pieces(leaf: Leaf, shaped: Sequence[bool], size: int) -> Iterator[Leaf]:
+    """A leaf to be staged, in pieces of at most `size` elements: rows, or for a single row blocks.
+
+    A block is never cut, nor is a single row that does not lie in one piece of memory; such pieces may be larger.
+    """
     grid = leaf.grid
-    if leaf.numel <= CHUNK:
+    if leaf.numel <= size:
         yield leaf
         return
-    if grid is not None and grid.rows == 1:
-        if any(like and not x.is_contiguous() and x.ndim > 1 for x, like in zip(leaf.tensors, shaped, strict=True)):
+    if grid is None or grid.rows == 1:
+        if all(x.is_contiguous() or x.ndim == 1 for x, like in zip(leaf.tensors, shaped, strict=True) if like):
+            leaf = Leaf(grid, tuple(x.view(-1) if like else x for x, like in zip(leaf.tensors, shaped, strict=True)))
+        elif grid is not None:
             yield leaf
             return
-        leaf = Leaf(grid, tuple(x.view(-1) if like else x for x, like in zip(leaf.tensors, shaped, strict=True)))
     rows = leaf.tensors[0].shape[0]
-    if grid is None or grid.rows > 1:
-        step = max(1, CHUNK * rows // leaf.numel)
+    if rows == 1:
+        yield leaf
+    elif grid is None or grid.rows > 1:
+        step = max(1, size * rows // leaf.numel)
         each = 1 if grid is None else grid.rows // rows  # more than 1 where dimension 0 does not count rows alone
         for first in range(0, rows, step):
             last = min(first + step, rows)
             part = grid and grid._replace(rows=(last - first) * each)
-            yield _part(leaf, shaped, (first, last), part, (first * each, last * each))
+            yield from pieces(_part(leaf, shaped, (first, last), part, (first * each, last * each)), shaped, size)
     else:
-        step = max(1, CHUNK // grid.block)
+        step = max(1, size // grid.block)
         for first in range(0, grid.n_blocks, step):
             last = min(first + step, grid.n_blocks)
             span = (first * grid.block, min(last * grid.block, rows))
@@ -140,7 +146,7 @@ def _part(leaf: Leaf, shaped: Sequence[bool], span: tuple[int, int], grid: Grid 
     return Leaf(
         grid,
         tuple(
-            x[span[0] : span[1]] if like else x[rows[0] * per_row : rows[1] * per_row]
+            x[span[0] : span[1]] if like else x[rows[0] * per_row : rows[1] * per_row] if x.ndim else x
             for x, like in zip(leaf.tensors, shaped, strict=True)
         ),
     )

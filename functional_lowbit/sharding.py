@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from functional_lowbit import _chunks, _grid, _tree
@@ -144,6 +145,9 @@ class ShardSpec:
     def wrap(self, local: Tensor) -> DTensor:
         """The DTensor whose shard on this rank is `local`, of any dtype. Nothing is copied or communicated.
 
+        `local` stays where it is, also if that is the CPU and the mesh is of another device: so rest a state that is
+        offloaded, and the parameters of `fully_shard` with its `CPUOffloadPolicy`.
+
         Raises:
             ValueError: if `local` does not have this rank's `local_shape()`.
         """
@@ -153,9 +157,13 @@ class ShardSpec:
                 f"ShardSpec.wrap: the local shard must have shape {expected}, which is this rank's part of the global "
                 f"shape {self.shape} under {self.placements}; got {tuple(local.shape)}"
             )
-        return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
-        )
+        shape = torch.Size(self.shape)
+        if local.device.type not in (self.mesh.device_type, "meta"):
+            # from_local would move it to the mesh's device. fully_shard makes what it offloads like this, too.
+            meta = TensorMeta(shape, self.stride, local.dtype)
+            spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+            return DTensor(local, spec, requires_grad=False)
+        return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=shape, stride=self.stride)
 
     def like(self, shape: Sequence[int]) -> "ShardSpec":
         """The same mesh and placements for a contiguous tensor of another global shape."""

@@ -76,6 +76,7 @@ TABLE: dict[str, Callable[[], fl.GradientTransformation]] = {
     ),
     "multi_steps": lambda: fl.multi_steps(fl.adamw(0.01), 2),
     "master_weights": lambda: fl.master_weights(fl.adamw8bit(0.01)),  # see test_master.py for bfloat16
+    "offload": lambda: fl.offload(fl.adamw8bit(0.01)),  # see test_offload.py for another device
     "chain": lambda: fl.chain(fl.clip_by_global_norm(0.5), fl.adamw8bit(0.01)),
     "chain of nothing": fl.chain,
     "a user's pair": lambda: fl.chain(averaged(), fl.scale_by_learning_rate(0.1)),

@@ -24,6 +24,8 @@ FLOORS = {
         "_ranks",
         "_lock",
         "_chunks",
+        "_lanes",
+        "_stream_plan",
     },
     1: {"_folder", "_tree", "_grid", "formats._format", "_cpp_source", "_cpp_norm"},
     2: {"_guard", "_interrupted", "_per_leaf", "sharding"}
@@ -44,6 +46,7 @@ FLOORS = {
         "_describe",
     },
     7: {
+        "_streamed",
         "_native",
         "_reading",
         "_renewal",
@@ -55,7 +58,7 @@ FLOORS = {
     | {f"transforms.{x}" for x in ("_centralize", "_factored", "_inject", "_multi_steps", "_trust_ratio")},
     8: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
     | {"transforms._orthogonalize", "transforms._partition"},
-    9: {"_run", "_donate", "_safetensors", "transforms._adam", "transforms._freeze", "transforms._lion"},
+    9: {"_offload", "_run", "_donate", "_safetensors", "transforms._adam", "transforms._freeze", "transforms._lion"},
     10: {"_begin", "_launch", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"}
     | {"optim._options", "optim._orphans", "optim._rules"},
     11: {"_compile", "optim._groups"},
@@ -244,7 +247,8 @@ def test_the_names_of_the_contract_are_there():
         "scale_by_schedule scale_by_learning_rate add_decayed_weights clip clip_by_global_norm trace scale_by_adam "
         "adam adamw adam8bit adamw8bit adam4bit adamw4bit adamfp8 adamwfp8 sgd sgd8bit lion lion8bit scale_by_lion "
         "master_weights master_params inject_hyperparams multi_steps "
-        "low_bit quantize QuantizedTensor describe compile global_norm state_dict load_state_dict checkpoint formats "
-        "rounding schedules sharding tree optim convert"
+        "partition multi_transform named_chain freeze set_to_zero "
+        "low_bit offload quantize QuantizedTensor describe compile global_norm state_dict load_state_dict checkpoint "
+        "formats rounding schedules sharding tree optim convert"
     )
     assert [name for name in names.split() if not hasattr(fl, name)] == []

@@ -22,11 +22,12 @@ class MasterWeightsState(NamedTuple):
 
 
 class MasterWeights(Part):
-    """The `update` of `master_weights`."""
+    """The `update` of `master_weights`. `resting` keeps the errors on the CPU, see `_offload`."""
 
-    def __init__(self, inner: GradientTransformation, bits: int):
+    def __init__(self, inner: GradientTransformation, bits: int, resting: Any = None):
         self.inner = inner
         self.bits = bits
+        self.resting = resting
 
     def init(self, params: Tree) -> MasterWeightsState:
         """No error yet, and the inner state for float32 parameters."""
@@ -50,7 +51,12 @@ class MasterWeights(Part):
         if p.dtype not in HALF_DTYPES:
             return None
         local = local_of(p)
-        return _rest(torch.zeros(local.shape, dtype=CODE_DTYPES[self.bits], device=local.device), ShardSpec.of(p))
+        return self._rest(torch.zeros(local.shape, dtype=CODE_DTYPES[self.bits], device=local.device), ShardSpec.of(p))
+
+    def _rest(self, codes: Tensor, spec: ShardSpec | None) -> Tensor:
+        """This rank's codes as they are kept, and where."""
+        kept = _rest(codes, spec)
+        return kept if self.resting is None else self.resting.place(kept)
 
     def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         """The inner update of the masters; returned is the step from each parameter to its new value."""
@@ -87,7 +93,7 @@ class MasterWeights(Part):
         u, spec = as_sharded(u, p)
         new_p, new_codes = write_master(local_of(master) + local_of(u).float(), p.dtype, self.bits)
         update, new_codes = step_to(local_of(p), new_p, new_codes)
-        return wrap(update, spec), _rest(new_codes, spec)
+        return wrap(update, spec), self._rest(new_codes, spec)
 
     def check_codes(self, speaker: str, paths: Sequence[str], params: Sequence[Tensor], codes: Sequence[Any]) -> None:
         """Refuse the codes of other parameters, or of another number of bits."""
@@ -106,7 +112,10 @@ class MasterWeights(Part):
             )
         if isinstance(codes, Tensor):
             _check.sharding(speaker, f"state.error[{path!r}]", p, codes)
-        if isinstance(codes, Tensor) and codes.device != p.device:
+        if isinstance(codes, Tensor) and self.resting is not None and p.device.type != "meta":
+            if codes.device.type != "cpu":
+                raise _check.not_on_cpu(speaker, "error", path, codes.device)
+        elif isinstance(codes, Tensor) and codes.device != p.device:
             raise ValueError(
                 f"{speaker}: state.error[{path!r}] is on {codes.device}, but its parameter is on {p.device}; make the "
                 "state with init(params) after the parameters are moved"
@@ -121,7 +130,7 @@ def master_of(p: Tensor, codes: Any) -> Tensor:
         return p
     local = local_of(p).float()
     if isinstance(codes, Tensor):
-        local = read_master(local, local_codes(codes, p), p.dtype)
+        local = read_master(local, local_codes(codes, p).to(local.device), p.dtype)
     return wrap(local, ShardSpec.of(p))
 
 

@@ -65,6 +65,9 @@ def save(leaves: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """
     entries = state_dict(leaves)
     text = entries.pop(SCHEMA).encode()
+    device = next(
+        (x.device for x in entries.values() if isinstance(x, Tensor) and x.ndim), device
+    )  # it may be offloaded
     return {**entries, SCHEMA: torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)}
 
 
