@@ -30,7 +30,7 @@ FLOORS = {
     | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
     3: {"_check", "formats", "_collectives", "_current", "_index", "_parts", "_task"},
     4: {"_quantized", "_exact_sum", "_like_params", "_norm", "_statistics", "_whole", "schedules"},
-    5: {"_rule", "reduce", "tree"},
+    5: {"_observing", "_rule", "reduce", "tree"},
     6: {
         "_leafwise",
         "_low_bit",
@@ -43,16 +43,29 @@ FLOORS = {
         "_schema",
         "_describe",
     },
-    7: {"_native", "_reading", "transforms._chain", "transforms._clip", "transforms._masked", "transforms._scale"}
+    7: {
+        "_native",
+        "_reading",
+        "_renewal",
+        "transforms._chain",
+        "transforms._clip",
+        "transforms._masked",
+        "transforms._scale",
+    }
     | {"transforms._centralize", "transforms._factored", "transforms._trust_ratio"},
     8: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
     | {"transforms._orthogonalize"},
     9: {"_run", "_donate", "_safetensors", "transforms._adam", "transforms._lion"},
-    10: {"_compile", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"},
-    11: {"optim._groups", "optim._param_tree"},
-    12: {"optim._optimizer"},
-    13: {"optim"},
-    14: {"", "transforms"},  # what users import
+    10: {"_compile", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups", "optim._orphans"}
+    | {"optim._options", "optim._rules"},
+    11: {"optim._groups"},
+    12: {"optim._param_tree"},
+    13: {"optim._saved"},
+    14: {"optim._optimizer"},
+    15: {"optim._ready"},
+    16: {"optim._adam", "optim._lion", "optim._sgd"},
+    17: {"optim"},
+    18: {"", "transforms"},  # what users import
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 DOORS = {  # who may use what

@@ -104,3 +104,11 @@ def equal(a: Any, b: Any) -> bool:
         return a is b or a == b
     pairs = [(local_of(x), local_of(y)) for x, y in zip(_tree.leaves(a), _tree.leaves(b), strict=True)]
     return all(bool(((x == y) | ((x != x) & (y != y))).all()) for x, y in pairs)
+
+
+def is_copy(other: Any, leaf: Any) -> bool:
+    """Whether something is a copy of what rests, perhaps on another device."""
+    if type(other) is not type(leaf) or not isinstance(leaf, Tensor):
+        return False
+    a, b = local_of(leaf), local_of(other)
+    return (a.dtype, other.shape, a.shape) == (b.dtype, leaf.shape, b.shape) and equal(a, b.to(a.device))

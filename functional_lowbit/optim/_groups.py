@@ -78,18 +78,14 @@ def refuse_numbers(speaker: str, groups: Sequence[Mapping[str, Any]], members: S
 def make_tx(
     function: Callable[..., Any], defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], index: int
 ) -> tuple[GradientTransformation, Hypers]:
-    """The transformation of a group, and the tensors that it reads its hyperparameters from.
+    """The transformation of a group, and what makes it anew when a number of the group has changed.
 
     Raises:
         TypeError, ValueError: for a hyperparameter that the transformation refuses, and for a function that makes none.
     """
     hypers = Hypers(function, defaults, groups[index])
-    hypers.read("Optimizer: param_groups", groups, index)
-    tx = function(**hypers.values)
-    if not is_transformation(tx):
-        raise TypeError(
-            f"Optimizer: tx(**hyperparameters) must return a GradientTransformation, got {type(tx).__name__}"
-        )
+    tx = hypers.read("Optimizer: param_groups", groups, index)
+    assert tx is not None  # no numbers were known yet
     return tx, hypers
 
 

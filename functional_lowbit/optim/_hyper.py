@@ -1,4 +1,4 @@
-"""Hyperparameters of a param group, as 0-d tensors that the compiled step reads anew."""
+"""Hyperparameters of a param group: read as plain numbers, and the transformation made anew when one has changed."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,15 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_lowbit._base import GradientTransformation
+from functional_lowbit._check import is_transformation
+
 
 class Hypers:
-    """The hyperparameters of one group: a tensor for each number, so that no schedule compiles anything again.
+    """The hyperparameters of one group.
 
     What is a number is decided by the default, not by the group: a float or a tensor is one, and so is each entry of a
     tuple with a float in it. Anything else (an int, a bool, a string) is handed on as it is, and stays as it is.
 
     Args:
-        function: Of the hyperparameters; called with numbers, it checks their ranges.
+        function: Of the hyperparameters, by name; makes the group's transformation.
         defaults: Hyperparameter by name.
         group: The group, with a value for each name.
     """
@@ -23,15 +26,13 @@ class Hypers:
     def __init__(self, function: Callable[..., Any], defaults: Mapping[str, Any], group: Mapping[str, Any]):
         self.function = function
         self.defaults = dict(defaults)
-        self.values: dict[str, Any] = {name: _place(value, group[name]) for name, value in defaults.items()}
-        # float64[], or a tuple of them; what is no number, as given
+        self.fixed = {name: group[name] for name, value in defaults.items() if not _is_number(value)}
         self.accepted: list[float] | None = None  # the numbers that `function` was last called with
 
-    def read(self, where: str, groups: Sequence[Mapping[str, Any]], index: int) -> list[tuple[Tensor, float]]:
-        """The group's numbers, each with the tensor that it is for. Nothing is written to the tensors.
+    def read(self, where: str, groups: Sequence[Mapping[str, Any]], index: int) -> GradientTransformation | None:
+        """The transformation that the group's numbers make; None if they are those of the last time.
 
-        `function` is called only if a number has changed: with floats, but with the group's tensor where the default is
-        a tensor, whose range is not looked at.
+        The function is given floats; where a default is a tensor, a tensor: the group's own, if it is one.
 
         Args:
             where: Who speaks in errors, and what `groups` is called there: "Optimizer.step: param_groups".
@@ -39,54 +40,62 @@ class Hypers:
             index: Of the group that is read.
 
         Raises:
-            TypeError, ValueError: for what is missing, no number, not finite or out of its range, and for a changed
-                value that is no number.
+            TypeError, ValueError: for what is missing, no number, not finite or out of its range, for a changed value
+                that is no number, and for a function that makes no transformation.
         """
         speaker, _, source = where.partition(": ")
-        found: list[tuple[Tensor, float]] = []
+        numbers: list[float] = []
         given: dict[str, Any] = {}
-        for name, place in self.values.items():
+        for name, default in self.defaults.items():
             what = f"{speaker}: {name} of group {index}"
             if name not in groups[index]:
                 raise ValueError(f"{what} is missing; set {source}[{index}][{name!r}]")
-            value, default = groups[index][name], self.defaults[name]
-            if isinstance(place, Tensor):
-                found.append((place, _number(what, value)))
-                given[name] = _argument(default, value)
-            elif isinstance(place, tuple) and any(isinstance(x, Tensor) for x in place):
-                if not isinstance(value, (tuple, list)) or len(value) != len(place):
-                    raise ValueError(f"{what} must be {len(place)} numbers, got {value!r}")
-                found += [(x, _number(what, v)) for x, v in zip(place, value, strict=True)]
-                given[name] = tuple(_argument(d, v) for d, v in zip(default, value, strict=True))
-            elif value is not place and _as_list(value) != _as_list(place):
-                raise ValueError(
-                    f"{what} was {place!r} when the optimizer was made, got {value!r}; only numbers whose default is a "
-                    "float can be changed"
-                )
+            value = groups[index][name]
+            if name in self.fixed:
+                given[name] = self.fixed[name]
+                if value is not given[name] and _as_list(value) != _as_list(given[name]):
+                    raise ValueError(
+                        f"{what} was {given[name]!r} when the optimizer was made, got {value!r}; only numbers whose "
+                        "default is a float can be changed"
+                    )
+            elif isinstance(default, (tuple, list)):
+                if not isinstance(value, (tuple, list)) or len(value) != len(default):
+                    raise ValueError(f"{what} must be {len(default)} numbers, got {value!r}")
+                own = [_number(what, v) for v in value]
+                given[name] = tuple(map(_argument, default, value, own))
+                numbers += own
             else:
-                given[name] = place
-        numbers = [number for _, number in found]
-        if numbers != self.accepted:
-            try:
-                self.function(**given)
-            except (TypeError, ValueError) as error:
-                kind = TypeError if isinstance(error, TypeError) else ValueError
-                raise kind(f"{speaker}: group {index}: {error}") from error
-            self.accepted = numbers
-        return found
+                numbers.append(_number(what, value))
+                given[name] = _argument(default, value, numbers[-1])
+        if numbers == self.accepted:
+            return None
+        tx = self._made(f"{speaker}: group {index}", given)
+        self.accepted = numbers
+        return tx
+
+    def _made(self, speaker: str, given: Mapping[str, Any]) -> GradientTransformation:
+        try:
+            tx = self.function(**given)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{speaker}: {error}") from error
+        if not is_transformation(tx):
+            kind_of = type(tx).__name__
+            raise TypeError(f"{speaker}: tx(**hyperparameters) must return a GradientTransformation, got {kind_of}")
+        return tx
 
 
-def _place(default: Any, value: Any) -> Any:
-    if isinstance(default, (float, Tensor)):
-        return torch.zeros((), dtype=torch.float64, device="cpu")
-    if isinstance(default, (tuple, list)) and any(isinstance(x, (float, Tensor)) for x in default):
-        return tuple(torch.zeros((), dtype=torch.float64, device="cpu") for _ in default)
-    return value
+def _is_number(default: Any) -> bool:
+    if isinstance(default, (tuple, list)):
+        return any(isinstance(x, (float, Tensor)) for x in default)
+    return isinstance(default, (float, Tensor))
 
 
-def _argument(default: Any, value: Any) -> Any:
-    """What a function is given to check: a number, which has a range, unless a tensor was meant."""
-    return value if isinstance(default, Tensor) or not isinstance(value, Tensor) else float(value)
+def _argument(default: Any, value: Any, number: float) -> float | Tensor:
+    """What a function is given: a float, unless a tensor was meant, whose methods it may need."""
+    if not isinstance(default, Tensor):
+        return number
+    return value if isinstance(value, Tensor) else torch.tensor(number, dtype=torch.float64, device="cpu")
 
 
 def _as_list(value: Any) -> Any:

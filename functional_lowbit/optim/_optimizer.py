@@ -1,9 +1,6 @@
 """Optimizer: any transformation as a `torch.optim.Optimizer`."""
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -13,13 +10,14 @@ from torch.optim.optimizer import ParamsT
 
 from functional_lowbit._base import GradientTransformation
 from functional_lowbit._compile import compile
-from functional_lowbit.optim import _entries
 from functional_lowbit.optim._groups import NumberlessGroup, check_tx, make_tx, params_of, refuse_numbers
+from functional_lowbit.optim._orphans import refuse_orphans
 from functional_lowbit.optim._param_tree import ParamTree
-from functional_lowbit.optim._same_groups import check_file, check_params
+from functional_lowbit.optim._same_groups import are_like, check_params
+from functional_lowbit.optim._saved import Saved
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(Saved):
     """Any transformation as a `torch.optim.Optimizer`.
 
     The state is complete from the start, so that nothing takes a hidden step to look at it. `state[p]` holds the
@@ -92,6 +90,8 @@ class Optimizer(torch.optim.Optimizer):
         self._trees: list[ParamTree] = []
         self._given: list[dict[str, Tensor]] = []  # of each group, parameter by name
         self._is_complete = False
+        self._is_untouched = True  # no step was taken, and nothing but zeros was loaded
+        self._was_looked_at = False  # whether the first step has looked for the model's own parameters
         super().__init__(params, dict(defaults or {}))
         groups = list(range(len(self.param_groups)))
         for members in [groups] if defaults is None else [[i] for i in groups]:
@@ -105,6 +105,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which makes a tree of its own: its steps count from 0, and a norm is that of the group."""
+        if self._is_complete:
+            self._settle("Optimizer.add_param_group")
         super().add_param_group(param_group)
         if self._is_complete:  # else torch's constructor is adding the first groups
             try:
@@ -135,6 +137,27 @@ class Optimizer(torch.optim.Optimizer):
         for name, p in tree.params.items():
             self.state[p] = dict(tree.live[name])
 
+    def _settle(self, speaker: str) -> None:
+        """Refuse groups whose parameters are others than those given.
+
+        Before the first step they may be: Accelerate puts the sharded parameters into the groups, each where the whole
+        one was, and moves the model after the optimizer was made. Then the state is made anew, for them.
+        """
+        places = {name: place for tree in self._trees for name, place in zip(tree.params, tree.places, strict=True)}
+        if self._is_untouched and are_like(self._given, places, self.param_groups):
+            old = self._trees, self._given, dict(self.state)
+            self._trees, self._given = [], []
+            self.state.clear()
+            try:
+                for tree in old[0]:
+                    self._plant(tree.groups)
+            except Exception:
+                self._trees, self._given = old[:2]
+                self.state.clear()
+                self.state.update(old[2])
+                raise
+        check_params(speaker, self._given, self.param_groups)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step for all parameters that have a gradient. Everything is looked at before anything is written.
@@ -148,130 +171,27 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             TypeError, ValueError: for gradients that do not fit, hyperparameters that are not finite, out of their
                 range or read by nothing, and parameters that were moved or sharded, groups whose parameters are
-                others, or state that was replaced, since the optimizer was made.
+                others, or state that was replaced, since the optimizer was made; at the first step, for parameters
+                that are the model's no longer.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        check_params("Optimizer.step", self._given, self.param_groups)
+        self._settle("Optimizer.step")
         grads = [tree.check(self.state, alone=len(self._trees) == 1) for tree in self._trees]
-        for place, number in self._read_numbers("Optimizer.step: param_groups", self.param_groups):
-            place.fill_(number)
+        if not self._was_looked_at:
+            self._was_looked_at = True
+            refuse_orphans([(tree.params, own) for tree, own in zip(self._trees, grads, strict=True)])
+        self._read_numbers("Optimizer.step: param_groups", self.param_groups)
         for tree, own in zip(self._trees, grads, strict=True):
-            if any(g is not None for g in own.values()) and tree.update_(own):
-                self._show(tree)
+            if any(g is not None for g in own.values()):
+                self._is_untouched = False
+                if tree.update_(own):
+                    self._show(tree)
         return loss
 
-    def _read_numbers(self, where: str, groups: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, float]]:
-        """The numbers of all groups, each with the tensor that it is for. Nothing is written."""
-        found: list[tuple[Tensor, float]] = []
+    def _read_numbers(self, where: str, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Let each tree go on with the numbers of its group. Parameters and state are not written to."""
         for tree in self._trees:
-            if tree.hypers is None:
-                refuse_numbers(where.partition(":")[0], groups, tree.groups)
-            else:
-                found += tree.hypers.read(where, groups, tree.groups[0])
-        return found
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as torch.optim saves it. Nothing is changed; what is not computed is not copied either.
-
-        Raises:
-            ValueError: for groups whose parameters are others than when they were added.
-        """
-        check_params("Optimizer.state_dict", self._given, self.param_groups)
-        handle = self.register_state_dict_post_hook(_save_state, prepend=True)
-        try:
-            return super().state_dict()
-        finally:
-            handle.remove()
-
-    def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None:
-        """Copy a saved state into the optimizer's own tensors.
-
-        Nothing is cast to a parameter's dtype. Everything is looked at before anything is written.
-
-        Args:
-            state_dict: What `state_dict` returned, also by way of `torch.distributed.checkpoint`.
-            convert: Whether leaves of another format or block size, or in float32 instead of few bits, are converted,
-                as in `fl.load_state_dict`.
-
-        Raises:
-            TypeError, ValueError: for other groups, parameters of other names, hyperparameters that `step` would
-                refuse, state that is missing or belongs to no parameter, and a leaf of another format, block size,
-                shape, dtype or sharding.
-        """
-        if not isinstance(state_dict, Mapping):
-            kind = type(state_dict).__name__
-            raise TypeError(f"Optimizer.load_state_dict: state_dict must be a dict, got {kind}")
-        check_params("Optimizer.load_state_dict", self._given, self.param_groups)
-        # torch would cast the state to the parameters' dtype. This hook is the last, after the user's.
-        handle = self.register_load_state_dict_pre_hook(partial(_hide_state, convert=convert))
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy. As in torch, hooks are left behind."""
-        check_params("Optimizer", self._given, self.param_groups)
-        return {
-            "defaults": self.defaults,
-            "param_groups": self.param_groups,
-            "state": self._saved(),
-            "_tx": self._tx,
-            "_numbers": self._numbers,
-            "_options": self._options,
-            "_members": [tree.groups for tree in self._trees],
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """From pickle, deepcopy, or from torch's `load_state_dict`."""
-        hidden = [v for v in state["state"].values() if isinstance(v, _Hidden)]
-        saved = {k: v.entries if isinstance(v, _Hidden) else v for k, v in state["state"].items()}
-        if "_tx" in state:
-            rest = {k: v for k, v in state.items() if k != "_members"}
-            super().__setstate__({**rest, "state": defaultdict(dict), "_trees": [], "_given": [], "_is_complete": True})
-            for members in state["_members"]:
-                self._plant(members)
-        self._load(saved, state["param_groups"], any(v.convert for v in hidden))
-
-    def _saved(self) -> dict[Tensor, dict[str, Any]]:
-        return {
-            p: _entries.save(tree.leaves[name], p.device) for tree in self._trees for name, p in tree.params.items()
-        }
-
-    def _load(self, saved: Mapping[Any, Any], groups: list[dict[str, Any]], convert: bool) -> None:
-        for key in saved:
-            if key not in self.state:
-                raise ValueError(f"Optimizer.load_state_dict: state_dict has state of {key!r}, which is in no group")
-        new = [tree.checked(saved, convert) for tree in self._trees]
-        self._read_numbers("Optimizer.load_state_dict: state_dict['param_groups']", groups)
-        for tree, leaves in zip(self._trees, new, strict=True):
-            tree.take_(leaves)
-            self._show(tree)
-        self.param_groups = [  # names are not loaded: `tx` knows the parameters by their own
-            type(old)({**old, **{name: value for name, value in group.items() if name != "param_names"}})
-            for old, group in zip(self.param_groups, groups, strict=True)
-        ]
-
-
-@dataclass(frozen=True)
-class _Hidden:
-    """Entries of one parameter, as nothing that torch looks into."""
-
-    entries: Any
-    convert: bool
-
-
-def _save_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Replace what rests by what is saved."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    saved = optimizer._saved()
-    return {**state_dict, "state": {i: saved[p] for i, p in enumerate(params)}}
-
-
-def _hide_state(optimizer: Any, state_dict: dict[str, Any], convert: bool) -> dict[str, Any]:
-    """Hide the state from torch, which would cast it."""
-    check_file(optimizer.param_groups, state_dict)
-    return {**state_dict, "state": {k: _Hidden(v, convert) for k, v in state_dict["state"].items()}}
+            tree.read_numbers(where, groups)

@@ -1,6 +1,6 @@
 """The parameters that one transformation updates together, with its state and its compiled step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -10,7 +10,9 @@ from functional_lowbit import _check, _interrupted, _tree
 from functional_lowbit._base import GradientTransformation
 from functional_lowbit._compile import Step
 from functional_lowbit.optim import _entries
+from functional_lowbit.optim._groups import refuse_numbers
 from functional_lowbit.optim._hyper import Hypers
+from functional_lowbit.optim._same_groups import place_of
 
 
 class ParamTree:
@@ -36,7 +38,7 @@ class ParamTree:
         self.params = params
         self.groups = groups
         self.hypers = hypers
-        self.places = [_place(p) for p in params.values()]
+        self.places = [place_of(p) for p in params.values()]
         self.link(tx.init(params))
 
     def link(self, state: Any) -> None:
@@ -56,25 +58,54 @@ class ParamTree:
         self.leaves = {name: {**leaves, **shared} for name, leaves in own.items()}
         self.live = {name: _entries.live(leaves, self.params[name].device) for name, leaves in self.leaves.items()}
 
+    def read_numbers(self, where: str, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with the transformation that the group's numbers make. Nothing is compiled for it.
+
+        Args:
+            where: Who speaks in errors, and what `groups` is called there: "Optimizer.step: param_groups".
+            groups: The groups as they are now.
+
+        Raises:
+            TypeError, ValueError: for numbers that do not fit.
+        """
+        speaker = where.partition(":")[0]
+        if self.hypers is None:
+            refuse_numbers(speaker, groups, self.groups)
+            return
+        before = self.hypers.accepted
+        tx = self.hypers.read(where, groups, self.groups[0])
+        if tx is not None:
+            try:
+                self.step.renew(tx)
+            except ValueError as error:
+                self.hypers.accepted = before
+                words = str(error).removeprefix("Step.renew: ")
+                raise ValueError(f"{speaker}: group {self.groups[0]}: {words}") from error
+
     def check(self, held: Mapping[Tensor, Any], alone: bool) -> dict[str, Tensor | None]:
         """Look at everything before anything is written, and return the gradients.
 
         Args:
-            held: `optimizer.state`.
+            held: `optimizer.state`. Where it has a copy of what rests, with the same numbers, what rests is put back.
             alone: Whether this is the only tree. If so, it is left to the step to look at the gradients.
 
         Raises:
             TypeError, ValueError: for what does not fit.
         """
         for (name, p), place in zip(self.params.items(), self.places, strict=True):
-            if (now := _place(p)) != place:
+            if (now := place_of(p)) != place:
                 raise ValueError(
                     f"Optimizer.step: parameter {name!r} was {_words(*place)} when the optimizer was made, and is "
                     f"{_words(*now)} now; make the optimizer after the model is moved and sharded"
                 )
             entries = held.get(p, {})
             for key, value in self.live[name].items():
-                if entries.get(key) is not value:
+                other = entries.get(key)
+                if other is value:
+                    continue
+                if _entries.is_copy(other, value):  # Lightning moves all of the state to the parameters' device
+                    entries[key] = value
+                else:
                     raise ValueError(
                         f"Optimizer.step: {key!r} in the state of {name!r} was replaced; use load_state_dict, which "
                         "writes into the optimizer's own tensors"
@@ -119,6 +150,12 @@ class ParamTree:
                     )
         return new
 
+    def has(self, new: Mapping[str, Mapping[str, Any]]) -> bool:
+        """Whether the state has these leaves, by parameter and name, already."""
+        return all(
+            _entries.equal(self.leaves[name][key], leaf) for name, leaves in new.items() for key, leaf in leaves.items()
+        )
+
     def take_(self, new: Mapping[str, Mapping[str, Any]]) -> None:
         """Write new leaves into the state."""
         if not new:
@@ -132,11 +169,6 @@ class ParamTree:
         state = _entries.map_leaves(write, self.state, self.params)
         _interrupted.forget(state)  # what was not written is of parameters that no step touches
         self.link(state)
-
-
-def _place(p: Tensor) -> tuple[Any, ...]:
-    """Where a parameter is: device, global shape, mesh and placements."""
-    return p.device, tuple(p.shape), getattr(p, "device_mesh", None), getattr(p, "placements", None)
 
 
 def _words(device: Any, shape: tuple[int, ...], mesh: Any, placements: Any) -> str:

@@ -48,6 +48,37 @@ def check_params(speaker: str, given: Sequence[Mapping[str, Tensor]], groups: Se
         )
 
 
+def place_of(p: Tensor) -> tuple[Any, ...]:
+    """Where a parameter is: device, global shape, mesh and placements."""
+    return p.device, tuple(p.shape), getattr(p, "device_mesh", None), getattr(p, "placements", None)
+
+
+def are_like(
+    given: Sequence[Mapping[str, Tensor]], places: Mapping[str, tuple[Any, ...]], groups: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Whether other parameters, or moved ones, stand in the groups, each of the shape of the one that was given.
+
+    At least one is another one, or on another device. What was only sharded in place is not meant.
+
+    Args:
+        given: Of each group, parameter by name, when the group was added.
+        places: `place_of` each parameter, by name, when its group was added.
+        groups: The groups as they are now.
+    """
+    if [len(group["params"]) for group in groups] != list(map(len, given)):
+        return False
+    has_changed = False
+    for own, group in zip(given, groups, strict=True):
+        for (name, old), p in zip(own.items(), group["params"], strict=True):
+            device, shape, *sharding = places[name]
+            if not isinstance(p, Tensor) or p.device.type == "meta" or tuple(p.shape) != shape:
+                return False
+            if p is old and list(place_of(p)[2:]) != sharding:
+                return False
+            has_changed |= p is not old or p.device != device
+    return has_changed
+
+
 def check_file(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> None:
     """Refuse a file without its parts, or of parameters by other names: torch's loading goes by position.
 

@@ -1,0 +1,49 @@
+"""Parameters that are the model's no longer, because it got new ones after the optimizer was made."""
+
+import gc
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def refuse_orphans(trees: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Any]]]) -> None:
+    """Refuse parameters that would silently never be stepped.
+
+    `fully_shard`, `parallelize_module` and `load_state_dict(assign=True)` give a model new parameters and leave no mark
+    on the old ones. What tells them: a parameter has no gradient, no module that is alive holds it, and for each of
+    these a module holds one of the same shape that has a gradient and is not the optimizer's. Parameters that no module
+    ever held have no such counterpart, and those that are not used at this step are held by their module.
+
+    Looking through all modules takes about 0.1 s for a million objects; it is done if some parameter has no gradient.
+
+    Args:
+        trees: Parameter by name, and gradient by name.
+
+    Raises:
+        ValueError: naming one of them.
+    """
+    lost = {name: p for params, grads in trees for name, p in params.items() if p.requires_grad and grads[name] is None}
+    if not lost:
+        return
+    held = {id(p): p for p in _held_by_modules()}
+    lost = {name: p for name, p in lost.items() if id(p) not in held}
+    own = {id(p) for params, _ in trees for p in params.values()}
+    others = [p for p in held.values() if p.grad is not None and id(p) not in own]
+    if lost and Counter(tuple(p.shape) for p in lost.values()) <= Counter(tuple(p.shape) for p in others):
+        name, p = next(iter(lost.items()))
+        raise ValueError(
+            f"Optimizer.step: parameter {name!r} has no gradient and is in no module, but a module has another one of "
+            f"its shape {tuple(p.shape)}, with a gradient; the model got new parameters after the optimizer was made "
+            "(by fully_shard, parallelize_module, load_state_dict(assign=True)), so make the optimizer afterwards"
+        )
+
+
+def _held_by_modules() -> list[Tensor]:
+    found = []
+    for x in gc.get_objects():
+        if issubclass(type(x), nn.Module):  # isinstance would ask proxies for their class
+            own = vars(x).get("_parameters")
+            found += [p for p in own.values() if p is not None] if isinstance(own, dict) else []
+    return found

@@ -1,0 +1,414 @@
+"""The ready classes: torch's steps by torch's names, in few bits, and other libraries' arguments."""
+
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from helpers import refuses, run_pure, run_step, same
+from optim_models import gradients, model_of, named, numbers, state_of, train
+from torch import Tensor, nn
+
+import functional_lowbit as fl
+
+optim = fl.optim
+CLASSES = ["AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit", "Adam4bit", "AdamFp8", "Lion8bit", "SGD8bit"]
+EACH = pytest.mark.parametrize("name", CLASSES)
+
+
+def ready(name: str, params: Any, **options: Any) -> Any:
+    return getattr(optim, name)(params, backend="eager", **options)
+
+
+# Against torch.optim.
+
+DECAY = {"lr": 0.1, "weight_decay": 0.1}
+MOMENTUM = {**DECAY, "momentum": 0.9}
+TORCH: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "AdamW": ("AdamW8bit", "AdamW", {}),
+    "AdamW, other numbers": ("AdamW4bit", "AdamW", {**DECAY, "betas": (0.8, 0.95), "eps": 1e-3}),
+    "AdamW, uphill": ("AdamWFp8", "AdamW", {**DECAY, "maximize": True}),
+    "Adam": ("Adam8bit", "Adam", {}),
+    "Adam, L2": ("Adam4bit", "Adam", DECAY),
+    "Adam, L2, uphill": ("AdamFp8", "Adam", {**DECAY, "maximize": True}),
+    "SGD": ("SGD8bit", "SGD", {}),
+    "SGD, L2": ("SGD8bit", "SGD", DECAY),
+    "momentum": ("SGD8bit", "SGD", MOMENTUM),
+    "momentum, uphill": ("SGD8bit", "SGD", {**MOMENTUM, "maximize": True}),
+    "dampening": ("SGD8bit", "SGD", {**MOMENTUM, "dampening": 0.3}),
+    "Nesterov": ("SGD8bit", "SGD", {**MOMENTUM, "nesterov": True}),
+}
+
+
+@pytest.mark.parametrize("case", TORCH)
+def test_the_steps_of_torch(case):
+    """In float32, 20 steps, within rounding.
+
+    A parameter and a step are of the order of 1 (SGD: 20 steps of 0.1 gradient, with momentum ten times that), so each
+    step rounds the parameter by 6e-8 of numbers below 16, and the step itself by some 1e-7 of it.
+    """
+    ours, theirs, options = TORCH[case]
+    model, plain = model_of(), model_of()
+    optimizer = ready(ours, model.parameters(), format="float32", **options)
+    train(model, optimizer, range(20))
+    train(plain, getattr(torch.optim, theirs)(plain.parameters(), **options), range(20))
+    before = numbers(model_of())
+    for n, p in named(model).items():
+        assert (p - named(plain)[n]).abs().max() <= 2e-5
+        assert (p - before[n]).abs().max() > 1e-3
+
+
+def test_lion_by_hand():
+    """Chen et al., Program 1, in float64; a sign is not rounded, and a momentum near 0 would be needed to turn one."""
+    model = model_of()
+    optimizer = ready("Lion8bit", model.parameters(), format="float32", lr=0.01, betas=(0.8, 0.9), weight_decay=0.1)
+    grads = gradients(model, range(20))
+    expected = {n: p.double() for n, p in numbers(model).items()}
+    m = {n: torch.zeros_like(p) for n, p in expected.items()}
+    train(model, optimizer, range(20))
+    for g in grads:
+        for n, p in expected.items():
+            update = torch.sign(0.8 * m[n] + 0.2 * g[n]) + 0.1 * p
+            expected[n], m[n] = p - 0.01 * update, 0.9 * m[n] + 0.1 * g[n]
+    for n, p in named(model).items():
+        assert (p - expected[n]).abs().max() <= 2e-6
+
+
+@EACH
+def test_torchs_defaults(name):
+    """Where torch has the class; Lion's are bitsandbytes'."""
+    p = nn.Parameter(torch.zeros(2))
+    group = ready(name, [p]).param_groups[0]
+    if name == "Lion8bit":
+        assert {k: group[k] for k in ("lr", "betas", "weight_decay")} == {
+            "lr": 1e-4,
+            "betas": (0.9, 0.99),
+            "weight_decay": 0.0,
+        }
+        return
+    theirs = getattr(torch.optim, name.rstrip("48bitFp"))([p]).param_groups[0]
+    compared = {"lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize"} & set(theirs)
+    assert len(compared) >= 5
+    assert {k: group[k] for k in compared} == {k: theirs[k] for k in compared}
+
+
+# What rests.
+
+RECIPES: dict[str, fl.GradientTransformation] = {
+    "AdamW8bit": fl.adamw8bit(0.1, weight_decay=1e-2),
+    "AdamW4bit": fl.adamw4bit(0.1, weight_decay=1e-2),
+    "AdamWFp8": fl.adamwfp8(0.1, weight_decay=1e-2),
+    "Adam8bit": fl.adam8bit(0.1),
+    "Adam4bit": fl.adam4bit(0.1),
+    "AdamFp8": fl.adamfp8(0.1),
+    "Lion8bit": fl.lion8bit(0.1, weight_decay=0.0),
+    "SGD8bit": fl.sgd8bit(0.1, 0.9),
+}
+
+
+@EACH
+def test_the_bits_of_the_recipe(name):
+    """The numbers of the functional run, and bfloat16 parameters; a state of few bits."""
+    model, plain = model_of(0, torch.bfloat16), numbers(model_of(0, torch.bfloat16))
+    options = {"momentum": 0.9} if name == "SGD8bit" else {}
+    optimizer = ready(name, model.named_parameters(), lr=0.1, **options)
+    train(model, optimizer, range(3))
+    step = fl.compile(RECIPES[name], backend="eager")
+    params, _ = run_step(step, plain, gradients(model, range(3)), RECIPES[name].init(plain))
+    assert same(numbers(model), params)
+    own = optimizer.state[model[0].weight]
+    assert any(key.endswith(".codes") for key in own)
+    assert not any(key.endswith(".codes") for key in optimizer.state[model[0].bias])  # 70 elements
+
+
+@EACH
+def test_a_saved_state_goes_on(name):
+    """Also by pickle. The formats are the class's own, and not read from the file."""
+    model = model_of()
+    options = {"momentum": 0.9} if name == "SGD8bit" else {}
+    optimizer = ready(name, model.named_parameters(), **options)
+    train(model, optimizer, range(2))
+    other = model_of()
+    other.load_state_dict(model.state_dict())
+    second = ready(name, other.named_parameters(), **options)
+    second.load_state_dict(state_of(optimizer))
+    assert same(state_of(pickle.loads(pickle.dumps(optimizer))), state_of(optimizer))
+    for m, o in ((model, optimizer), (other, second)):
+        train(m, o, range(2, 4))
+    assert same(numbers(other), numbers(model))
+    assert same(state_of(second), state_of(optimizer))
+    assert str(optimizer).startswith(f"{name} (\nParameter Group 0\n")
+
+
+def test_a_momentum_cannot_appear():
+    """There is no buffer for it. torch makes one then."""
+    model = model_of()
+    optimizer = ready("SGD8bit", model.parameters())
+    train(model, optimizer, range(1))
+    before = numbers(model)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    refuses(
+        ValueError,
+        "Optimizer.step: group 0: the transformation that the function makes must not change its structure with its "
+        "hyperparameters, but Chain had 2 parts and has 3; make another one for that",
+        optimizer.step,
+    )
+    assert same(numbers(model), before)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    optimizer.step()
+
+
+# Groups with formats of their own.
+
+
+def mixed(model: Any, **options: Any) -> Any:
+    groups: list[Any] = [
+        {"params": list(model[0].named_parameters("0")), "format": "dynamic4", "lr": 0.1},
+        {"params": list(model[1].named_parameters("1")), "format": "float32", "weight_decay": 0},
+        {"params": list(model[2].named_parameters("2")), "min_8bit_size": 64, "block_size": 32, "maximize": True},
+    ]
+    return optim.AdamW8bit(groups, 0.2, backend="eager", **options)
+
+
+def test_each_group_has_its_own_format():
+    model = model_of()
+    optimizer = mixed(model)
+    before, grads = numbers(model), gradients(model, range(3))
+    train(model, optimizer, range(3))
+    up = fl.chain(fl.scale(-1.0), fl.adamw(0.2, weight_decay=1e-2))
+    for part, tx in (
+        ("0", fl.adamw8bit(0.1, weight_decay=1e-2, format="dynamic4")),
+        ("1", fl.adamw(0.2, weight_decay=0.0)),
+        ("2", fl.low_bit(up, "companded8", block_size=32, min_size=64)),
+    ):
+        own = {n: p for n, p in before.items() if n[0] == part}
+        wanted, _ = run_pure(tx, own, [{n: g[n] for n in own} for g in grads])
+        assert same({n: numbers(model)[n] for n in own}, wanted)
+    assert optimizer.state[model[0].weight]["0.mu.codes"].dtype == torch.uint8
+    assert "0.mu" in optimizer.state[model[1].weight]
+    assert optimizer.state[model[2].weight]["1.nu.scales"].shape == (3, 2)
+    optimizer.add_param_group({"params": [("more", nn.Parameter(torch.ones(64, 64)))], "format": "e5m2"})
+    assert [group["format"] for group in optimizer.param_groups] == ["dynamic4", "float32", "companded8", "e5m2"]
+
+
+def test_where_is_for_all_groups_together():
+    """A group in which it matches nothing rests in float32; one's own must match."""
+    model = model_of()
+
+    def is_weight(path: str, leaf: Tensor) -> bool | str:
+        return "dynamic8" if path == "1.weight" else leaf.ndim > 1
+
+    groups: list[Any] = [
+        {"params": [(n, p) for n, p in model.named_parameters() if p.ndim > 1]},
+        {"params": [(n, p) for n, p in model.named_parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = ready("AdamW8bit", groups, where=is_weight)
+    assert "0.mu.codes" in optimizer.state[model[2].weight]  # 192 elements
+    assert optimizer.state[model[1].weight]["0.nu.codes"].dtype == torch.uint8
+    assert "0.mu" in optimizer.state[model[1].bias]
+    saved = state_of(optimizer)
+    assert [group["where"] for group in saved["param_groups"]] == [None, None]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["where"] is is_weight
+    refuses(
+        ValueError,
+        "AdamW8bit: where matched no leaf; it is called as where(path, leaf), path like 'a.0.weight'",
+        lambda: ready("AdamW8bit", model.parameters(), where=lambda path, leaf: False),
+    )
+    groups[1]["where"] = is_weight
+    refuses(
+        ValueError,
+        "low_bit: where matched no leaf; it is called as where(path, leaf), path like 'a.0.weight'",
+        lambda: ready("AdamW8bit", groups),
+    )
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "SGD8bit"])
+def test_numbers_change_without_compiling(name):
+    """As floats and as tensors: native kernels, which are made once; the bits of a run with these numbers."""
+    options: dict[str, Any] = {"momentum": 0.9} if name == "SGD8bit" else {}
+    model, plain = model_of(), model_of()
+    optimizer = getattr(optim, name)(model.parameters(), lr=torch.tensor(0.1), backend="native", **options)
+    second = ready(name, plain.parameters(), lr=0.125, **options)
+    graphs = None
+    for k in range(4):
+        optimizer.param_groups[0]["lr"].fill_(0.5**k)
+        second.param_groups[0]["lr"] = 0.5**k
+        for o in (optimizer, second):
+            group = o.param_groups[0]
+            group["weight_decay"] = 0.25 * k
+            if "betas" in group:
+                group["betas"] = (0.5 + 0.125 * k, 0.75)
+            else:
+                group["momentum"] = 0.5 + 0.125 * k
+        train(model, optimizer, range(k, k + 1))
+        train(plain, second, range(k, k + 1))
+        graphs = optimizer.graphs if graphs is None else graphs
+        assert optimizer.graphs == graphs > 0
+        assert same(numbers(model), numbers(plain))
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "lr": ("AdamW8bit", {"lr": -1.0}, "adamw: lr must be at least 0, got -1.0"),
+    "lr, a tensor": ("SGD8bit", {"lr": torch.tensor(-1.0)}, "sgd: lr must be at least 0, got -1.0"),
+    "betas": ("Lion8bit", {"betas": (0.9, 1.0)}, "scale_by_lion: b2 must be in [0, 1), got 1.0"),
+    "eps": ("Adam8bit", {"eps": -1e-8}, "scale_by_adam: eps must be at least 0, got -1e-08"),
+    "decay": ("Adam4bit", {"weight_decay": -1}, "add_decayed_weights: weight_decay must be at least 0, got -1.0"),
+    "momentum": ("SGD8bit", {"momentum": -0.5}, "sgd: momentum must be at least 0, got -0.5"),
+    "Nesterov": (
+        "SGD8bit",
+        {"nesterov": True},
+        "sgd: nesterov=True needs momentum > 0 and dampening = 0, got 0.0 and 0.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_numbers(case):
+    name, options, message = WRONG[case]
+    p = nn.Parameter(torch.zeros(2))
+    refuses(ValueError, f"Optimizer: group 0: {message}", lambda: ready(name, [p], **options))
+
+
+# Other libraries' arguments.
+
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "amsgrad": (False,),
+    "foreach": (None, False, True),
+    "fused": (None, False, True),
+    "capturable": (False, None),
+    "differentiable": (False, None),
+    "args": (None,),
+    "percentile_clipping": (100,),
+    "block_wise": (True,),
+    "is_paged": (False,),
+    "optim_bits": (32, None),
+    "min_8bit_size": (None, 4096),
+    "bf16_stochastic_round": (None, False, True),
+}
+
+
+@EACH
+def test_values_that_change_nothing(name):
+    p = nn.Parameter(torch.zeros(2))
+    for key, values in HARMLESS.items():
+        for value in values:
+            ready(name, [p], **{key: value})
+    ready(name, [p], optim_bits=4 if "4" in name else 8)
+
+
+REFUSED: dict[str, str] = {
+    "amsgrad=True": (
+        "amsgrad must be False or None, got True; there is no AMSGrad; leave it out, or write it with fl.leafwise"
+    ),
+    "capturable=True": (
+        "capturable must be False or None, got True; numbers are read on the CPU at each step; leave it out"
+    ),
+    "differentiable=True": (
+        "differentiable must be False or None, got True; a step writes in place; differentiate through the update of "
+        "the transformation, for instance fl.adamw8bit"
+    ),
+    "optim_bits=4": (
+        "optim_bits must be None or 32 or 8, got 4; the class says how many bits; choose another class, or "
+        "format='float32'"
+    ),
+    "args={}": "args must be None, got {}; give its entries by name, for instance min_size",
+    "percentile_clipping=5": (
+        "percentile_clipping must be 100, got 5; clip with torch.nn.utils.clip_grad_norm_ before the step"
+    ),
+    "block_wise=False": (
+        "block_wise must be True, got False; scales are always those of blocks; block_size says how large"
+    ),
+    "is_paged=True": "is_paged must be False or None, got True; there is no paged memory; leave it out",
+    "fused=1": "fused must be None or False or True, got 1; leave it out",
+    "min_size=1, min_8bit_size=2": "min_8bit_size is another name of min_size, but they are 2 and 1; give one",
+}
+
+
+@pytest.mark.parametrize("options", REFUSED)
+def test_values_that_are_refused(options):
+    """By the constructor and in a group."""
+    given, p = eval(f"dict({options})"), nn.Parameter(torch.zeros(2))  # as one types it
+    message = REFUSED[options]
+    refuses(ValueError, f"AdamW8bit: {message}", lambda: ready("AdamW8bit", [p], **given))
+    refuses(ValueError, f"AdamW8bit: group 0: {message}", lambda: ready("AdamW8bit", [{"params": [p], **given}]))
+
+
+def test_what_a_group_may_hold():
+    """Entries of torchtitan, of schedulers, and of torch's own groups are left there; what is for all is refused."""
+    p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    group = {
+        "params": [p],
+        "param_names": ["p"],
+        "fused": False,
+        "foreach": None,
+        "lr": 1,
+        "initial_lr": 1,
+        "lr_scale": 2,
+    }
+    optimizer = ready("AdamW8bit", [group])
+    assert {k: optimizer.param_groups[0][k] for k in group if k != "params"} == {
+        k: v for k, v in group.items() if k != "params"
+    }
+    foreign = torch.optim.AdamW([p], amsgrad=False).param_groups
+    assert ready("AdamW8bit", [dict(g) for g in foreign]).param_groups[0]["betas"] == (0.9, 0.999)
+    for key in ("stochastic_rounding", "bf16_stochastic_round", "key", "backend"):
+        refuses(
+            ValueError,
+            f"AdamW8bit: group 1 has {key!r}, which is the same for all groups; give it to the constructor",
+            lambda key=key: ready("AdamW8bit", [{"params": [p]}, {"params": [q], key: True}]),
+        )
+    options = ", ".join(fl.optim._options.DEFAULTS)
+    refuses(
+        TypeError,
+        f"AdamW8bit: there is no argument 'learning_rate'; there are {options}",
+        lambda: ready("AdamW8bit", [p], learning_rate=1.0),
+    )
+
+
+def test_stochastic_rounding_by_either_name():
+    """The noise of `fl.compile` with this key, 0 if none is given."""
+    runs = []
+    for options in (
+        {"stochastic_rounding": True},
+        {"bf16_stochastic_round": True, "key": 0},
+        {"stochastic_rounding": True, "key": 7},
+        {},
+    ):
+        model = model_of(0, torch.bfloat16)
+        train(model, ready("AdamW8bit", model.named_parameters(), lr=1e-4, **options), range(2))
+        runs.append(numbers(model))
+    plain, tx = numbers(model_of(0, torch.bfloat16)), fl.adamw8bit(1e-4, weight_decay=1e-2)
+    step = fl.compile(tx, rounding="stochastic", key=0, backend="eager")
+    params, _ = run_step(step, plain, gradients(model_of(0, torch.bfloat16), range(2)), tx.init(plain))
+    assert same(runs[0], runs[1])
+    assert same(runs[0], params)
+    assert not same(runs[0], runs[2])
+    assert not same(runs[0], runs[3])
+
+
+# What is shown.
+
+
+@EACH
+def test_signatures(name):
+    """Every argument with the class's own default, as the object has it; a subclass shows its own."""
+    signature = inspect.signature(getattr(optim, name))
+    own = ready(name, [nn.Parameter(torch.zeros(2))])
+    parameters = signature.parameters
+    assert list(parameters)[:2] == ["params", "lr"]
+    for key in ("format", "block_size", "min_size", "where", "maximize", "lr", "weight_decay"):
+        assert parameters[key].default == own.param_groups[0][key]
+    for key in ("format", "amsgrad", "bf16_stochastic_round", "is_paged"):
+        assert parameters[key].kind is inspect.Parameter.KEYWORD_ONLY
+    assert inspect.getdoc(getattr(optim, name))
+
+    class Mine(getattr(optim, name)):
+        def __init__(self, params: Any, rate: float):
+            super().__init__(params, lr=rate)
+
+    assert list(inspect.signature(Mine).parameters) == ["params", "rate"]
