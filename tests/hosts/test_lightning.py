@@ -1,6 +1,7 @@
 """Lightning: automatic optimization on one process, and its ModelParallelStrategy (FSDP2) on two."""
 
-import warnings
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,14 @@ import lightning
 import pytest
 import tiny
 import torch
-from launched import launched
+from launched import LIGHTNINGS, launched
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
+
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in LIGHTNINGS]
 
 
 class Module(lightning.LightningModule):
@@ -40,14 +44,31 @@ class Module(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Batches(DataLoader[Any]):
+    """Goes on where it was when the checkpoint was saved. Lightning begins an ordinary DataLoader anew."""
+
+    done = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in islice(super().__iter__(), self.done, None):
+            self.done += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = state["done"]
+
+
 def train(name: str, precision: Any, folder: Path, resume: Path | None = None, sharded: bool = False) -> tiny.Run:
-    """Two epochs, each over the same rows, since Lightning begins its data anew when it resumes.
+    """One epoch.
 
     Args:
         name: Of the optimizer.
         precision: Lightning's.
-        folder: For a checkpoint after each epoch.
-        resume: The folder of the run whose second epoch is repeated.
+        folder: For checkpoints.
+        resume: The folder of a run whose second half is repeated.
         sharded: Whether this is one of two ranks.
     """
     module = Module(name)
@@ -58,23 +79,21 @@ def train(name: str, precision: Any, folder: Path, resume: Path | None = None, s
         precision=precision,
         max_steps=tiny.STEPS,
         accumulate_grad_batches=tiny.ACCUMULATE,
-        gradient_clip_val=None if sharded else tiny.CLIP,
-        callbacks=[ModelCheckpoint(folder, "{step}", save_top_k=-1)],
+        gradient_clip_val=tiny.CLIP,
+        callbacks=[ModelCheckpoint(folder, "{step}", every_n_train_steps=tiny.HALF, save_top_k=-1)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=sharded,
     )
-    rows = tiny.Rows(tiny.HALF * tiny.ACCUMULATE * tiny.BATCH * trainer.world_size)
     checkpoint = None if resume is None else str(resume / f"step={tiny.HALF}.ckpt")
-    trainer.fit(module, DataLoader(rows, batch_size=tiny.BATCH), ckpt_path=checkpoint, weights_only=True)
+    trainer.fit(module, Batches(tiny.Rows(128), batch_size=tiny.BATCH), ckpt_path=checkpoint, weights_only=True)
     return tiny.run(module.losses, module.model, trainer.optimizers[0])
 
 
 def job(*args: Any) -> tiny.Run:
     """`train` on a rank."""
-    with launched():
-        warnings.simplefilter("default")
+    with launched(LIGHTNINGS):
         return train(*args, sharded=True)
 
 
