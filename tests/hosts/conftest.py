@@ -12,6 +12,19 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
 import world as w
 
+# Each rank would import them anew, which takes longer than its tests.
+w._processes.set_forkserver_preload(
+    [
+        "torch._dynamo",
+        "torch._inductor.compile_fx",
+        "torch.distributed.fsdp",
+        "transformers.trainer",
+        "transformers.models.llama.modeling_llama",
+        "accelerate.utils.fsdp_utils",
+        "lightning.pytorch",
+    ]
+)
+
 
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[w.World]:

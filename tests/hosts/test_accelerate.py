@@ -1,7 +1,5 @@
 """Accelerate: alone, and on two ranks as DDP and as FSDP2."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,44 +7,23 @@ import pytest
 import tiny
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from launched import launched
+from launched import accelerated, launched
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 
-@contextmanager
-def accelerator(precision: str, sharded: bool) -> Iterator[Accelerator]:
-    """A new Accelerator, although the process has had others."""
-    for state in (AcceleratorState, GradientState):
-        state._reset_state()
-    PartialState._reset_state()
-    try:
-        plugin = None
-        if sharded:
-            plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2,
-                auto_wrap_policy="transformer_based_wrap",
-                transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            )
-            _shard_on_the_cpu(Accelerator(cpu=True, mixed_precision=precision).state, plugin)
-        yield Accelerator(
-            cpu=True, mixed_precision=precision, fsdp_plugin=plugin, gradient_accumulation_steps=tiny.ACCUMULATE
+def accelerator(precision: str, sharded: bool) -> Accelerator:
+    plugin = None
+    if sharded:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         )
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-
-
-def _shard_on_the_cpu(state: Any, plugin: FullyShardedDataParallelPlugin) -> None:
-    """What Accelerate does with the plugin if there is a GPU. On CPUs it ignores it, though all that follows works."""
-    assert state.distributed_type == DistributedType.MULTI_CPU
-    if state.mixed_precision != "no":
-        plugin.set_mixed_precision(state.mixed_precision)
-    state.fsdp_plugin = plugin
-    state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    return Accelerator(
+        cpu=True, mixed_precision=precision, fsdp_plugin=plugin, gradient_accumulation_steps=tiny.ACCUMULATE
+    )
 
 
 def train(name: str, way: str, precision: str, folder: Path, resume: bool = False) -> tiny.Run:
@@ -59,43 +36,43 @@ def train(name: str, way: str, precision: str, folder: Path, resume: bool = Fals
         folder: For the checkpoint.
         resume: Whether to begin with the checkpoint.
     """
-    with accelerator(precision, sharded=way != "ddp") as host:
-        model = tiny.llama()
-        if way == "fsdp2 first":
-            model = fsdp2_prepare_model(host, model)
-        cls, options = tiny.OPTIMIZERS[name]
-        optimizer = cls(model.parameters(), **options)
-        # Accelerate takes as many steps of a schedule as there are ranks.
-        total = (tiny.STEPS + 1) * host.num_processes
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=tiny.PEAK_LR, total_steps=total)
-        rows = tiny.Rows(tiny.STEPS * tiny.ACCUMULATE * tiny.BATCH * host.num_processes)
-        data = DataLoader(rows, batch_size=tiny.BATCH)
-        model, optimizer, data, schedule = host.prepare(model, optimizer, data, schedule)
-        losses = []
-        first = tiny.HALF * tiny.ACCUMULATE if resume else 0
-        if resume:
-            host.load_state(str(folder))
-            data = host.skip_first_batches(data, first)
-        for i, batch in enumerate(data, start=first):
-            with host.accumulate(model):
-                loss = model(**batch).loss
-                host.backward(loss)
-                if host.sync_gradients:
-                    host.clip_grad_norm_(model.parameters(), tiny.CLIP)
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-            losses.append(host.gather(loss.detach()).mean().item())
-            if i + 1 == tiny.HALF * tiny.ACCUMULATE and not resume:
-                host.save_state(str(folder))
-        if way != "ddp":
-            assert all(isinstance(p, DTensor) for p in model.parameters())
-        return tiny.run(losses, host.unwrap_model(model), optimizer)
+    host = accelerator(precision, sharded=way != "ddp")
+    model = tiny.llama()
+    if way == "fsdp2 first":
+        model = fsdp2_prepare_model(host, model)
+    cls, options = tiny.OPTIMIZERS[name]
+    optimizer = cls(model.parameters(), **options)
+    # Accelerate takes as many steps of a schedule as there are ranks.
+    total = (tiny.STEPS + 1) * host.num_processes
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=tiny.PEAK_LR, total_steps=total)
+    rows = tiny.Rows(tiny.STEPS * tiny.ACCUMULATE * tiny.BATCH * host.num_processes)
+    data = DataLoader(rows, batch_size=tiny.BATCH)
+    model, optimizer, data, schedule = host.prepare(model, optimizer, data, schedule)
+    losses = []
+    first = tiny.HALF * tiny.ACCUMULATE if resume else 0
+    if resume:
+        host.load_state(str(folder))
+        data = host.skip_first_batches(data, first)
+    for i, batch in enumerate(data, start=first):
+        with host.accumulate(model):
+            loss = model(**batch).loss
+            host.backward(loss)
+            if host.sync_gradients:
+                host.clip_grad_norm_(model.parameters(), tiny.CLIP)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(host.gather(loss.detach()).mean().item())
+        if i + 1 == tiny.HALF * tiny.ACCUMULATE and not resume:
+            host.save_state(str(folder))
+    if way != "ddp":
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+    return tiny.run(losses, host.unwrap_model(model), optimizer)
 
 
 def job(*args: Any) -> tiny.Run:
     """`train` on a rank."""
-    with launched():
+    with launched(), accelerated():
         return train(*args)
 
 
@@ -106,7 +83,8 @@ CASES = [("alone", "no"), ("alone", "bf16"), ("ddp", "no"), ("fsdp2", "no"), ("f
 def test_accelerate(way, precision, request, tmp_path):
     def runs(name: str, **more: Any) -> tiny.Run:
         if way == "alone":
-            return train(name, "ddp", precision, tmp_path / name, **more)
+            with accelerated():
+                return train(name, "ddp", precision, tmp_path / name, **more)
         ranks = request.getfixturevalue("two").run(job, name, way, precision, tmp_path / name, *more.values())
         assert tiny.equal(*ranks)
         return ranks[0]

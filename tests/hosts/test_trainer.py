@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from launched import accelerated, launched
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
 from transformers.training_args import OptimizerNames
@@ -13,7 +15,14 @@ from transformers.training_args import OptimizerNames
 import functional_lowbit as fl
 
 
-def trainer(folder: Path, bf16: bool = False, optim: str = "adamw_torch", model: Any = None, **optimizer: Any) -> Any:
+def trainer(
+    folder: Path,
+    bf16: bool = False,
+    optim: str = "adamw_torch",
+    model: Any = None,
+    fsdp: dict[str, Any] | None = None,
+    **optimizer: Any,
+) -> Trainer:
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=tiny.STEPS,
@@ -33,6 +42,8 @@ def trainer(folder: Path, bf16: bool = False, optim: str = "adamw_torch", model:
         use_cpu=True,
         bf16=bf16,
         optim=optim,
+        fsdp=fsdp is not None,
+        fsdp_config=fsdp,
     )
     return Trainer(model or tiny.llama(), arguments, train_dataset=tiny.Rows(128), **optimizer)
 
@@ -110,3 +121,24 @@ def test_by_name(tmp_path, monkeypatch):
     )
     named = finish(trainer(tmp_path / "named", optim="adamw_torch_8bit"))
     assert tiny.equal(named, train("8 bits", tmp_path / "given"))
+
+
+def job(name: str, folder: Path, way: str, resume: Path | None = None) -> tiny.Run:
+    """A training on a rank: "ddp" or "fsdp2"."""
+    fsdp = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]} if way == "fsdp2" else None
+    with launched(), accelerated():
+        own = trainer(folder, fsdp=fsdp, optimizer_cls_and_kwargs=tiny.OPTIMIZERS[name])
+        found = finish(own, resume)
+        assert all(isinstance(p, DTensor) != (fsdp is None) for p in own.model.parameters())
+        return found
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_on_two_ranks(way, two, tmp_path):
+    torchs = two.run(job, "torch", tmp_path / "torch", way)
+    own = two.run(job, "8 bits", tmp_path / "8 bits", way)
+    assert tiny.equal(*own)
+    tiny.has_learned_in_few_bits(own[0], torchs[0])
+    assert tiny.equal(two.run(job, "8 bits", tmp_path / "resumed", way, tmp_path / "8 bits")[0], own[0])
+    in_32_bits = two.run(job, "float32", tmp_path / "float32", way)
+    assert tiny.distance(in_32_bits[0], torchs[0]) <= tiny.ROUNDING
