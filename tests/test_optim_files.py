@@ -63,7 +63,8 @@ FILES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "no schema": (
         drop(0, "schema"),
-        "the state of '0.weight' has no entry 'schema'; it must come from a functional_lowbit.optim.Optimizer",
+        "the state of '0.weight' has no entry 'schema'; it must come from a functional_lowbit.optim.Optimizer, and "
+        "another library's must be converted, by fl.convert",
     ),
     "another schema": (
         put(0, "schema", "{}"),
@@ -163,7 +164,9 @@ def test_torchs_own_file():
     optimizer = Optimizer(model.named_parameters(), fl.adamw(0.1), backend="eager")
     refuses(
         ValueError,
-        LOAD + "the state of '0.weight' has no entry 'schema'; it must come from a functional_lowbit.optim.Optimizer",
+        LOAD
+        + "the state of '0.weight' has no entry 'schema'; it must come from a functional_lowbit.optim.Optimizer, and "
+        "another library's must be converted, by fl.convert",
         lambda: optimizer.load_state_dict(foreign.state_dict()),
     )
     refuses(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import clone, refuses, same
-from optim_models import NUMBERS, adamw8bit, function_of, model_of, numbers, state_of, train
+from optim_models import NUMBERS, adamw8bit, function_of, model_of, named, numbers, state_of, train
 from torch import nn
 
 import functional_lowbit as fl
@@ -189,3 +189,115 @@ def test_a_state_that_was_copied():
     train(plain, second, range(2))
     assert same(numbers(model), numbers(plain))
     assert same(state_of(optimizer), state_of(second))
+
+
+# Other parameters before the first step.
+
+
+def test_parameters_replaced_before_the_first_step():
+    """As Accelerate does when it shards a model, position by position. The state is made anew, for them."""
+    for look in (lambda o: None, lambda o: o.load_state_dict(o.state_dict()), lambda o: copy.deepcopy(o)):
+        model, other = model_of(), model_of(1, torch.bfloat16)
+        groups: list[Any] = [{"params": list(m.named_parameters(str(i)))} for i, m in enumerate(model)]
+        optimizer = fl.optim.AdamW8bit(groups, lr=0.1, backend="eager")
+        look(optimizer)
+        for group, m in zip(optimizer.param_groups, other, strict=True):
+            group["params"] = list(m.parameters())
+        look(optimizer)
+        train(other, optimizer, range(2))
+        fresh = model_of(1, torch.bfloat16)
+        plain = fl.optim.AdamW8bit(fresh.named_parameters(), lr=0.1, backend="eager")
+        train(fresh, plain, range(2))
+        assert same(numbers(other), numbers(fresh))
+        assert set(optimizer.state) == set(other.parameters())
+        for n, p in named(other).items():
+            own = named(fresh)[n]
+            assert same(clone(optimizer.state[p]), clone(plain.state[own]))
+        optimizer.param_groups[0]["params"][0] = model[0].weight
+        refuses(
+            ValueError,
+            "Optimizer.step: parameter '0.weight' was replaced in group 0, or taken out of it; make a new optimizer",
+            optimizer.step,
+        )
+
+
+def test_what_is_loaded_is_not_given_up():
+    """A state that was loaded belongs to the parameters that it was loaded for."""
+    model, other = model_of(), model_of(1)
+    source = Optimizer(model.parameters(), fl.adamw8bit(0.1), backend="eager")
+    train(model, source, range(1))
+    optimizer = Optimizer(model.parameters(), fl.adamw8bit(0.1), backend="eager")
+    optimizer.load_state_dict(state_of(source))
+    optimizer.param_groups[0]["params"] = list(other.parameters())
+    refuses(
+        ValueError,
+        "Optimizer.step: parameter '0' was replaced in group 0, or taken out of it; make a new optimizer",
+        optimizer.step,
+    )
+
+
+@pytest.mark.parametrize("way", ["other shapes", "one less", "integers", "meta"])
+def test_parameters_replaced_by_others(way):
+    """By such that are not those parameters: refused, and the old state is kept."""
+    model = model_of()
+    optimizer = Optimizer(model.parameters(), fl.adamw8bit(0.1), backend="eager")
+    before, own = state_of(optimizer), list(model.parameters())
+    group = optimizer.param_groups[0]
+    group["params"] = {
+        "other shapes": lambda: [nn.Parameter(torch.ones(3)) for _ in own],
+        "one less": lambda: [nn.Parameter(p.detach()) for p in own[1:]],
+        "integers": lambda: [torch.ones(p.shape, dtype=torch.int64) for p in own],
+        "meta": lambda: [nn.Parameter(p.detach().to("meta")) for p in own],
+    }[way]()
+    message = "Optimizer.step: parameter '0' was replaced in group 0, or taken out of it; make a new optimizer"
+    if way == "integers":
+        message = (
+            "scale_by_adam.init: params['0'] must be float16, bfloat16, float32 or float64, got torch.int64; leave it "
+            "out of the tree or mask it with fl.masked"
+        )
+    refuses(TypeError if way == "integers" else ValueError, message, optimizer.step)
+    group["params"] = own
+    assert same(state_of(optimizer), before)
+    train(model, optimizer, range(1))
+
+
+# Parameters that are the model's no longer.
+
+
+def backward(model: Any) -> None:
+    model(torch.ones(2, 64)).square().sum().backward()
+
+
+def test_a_model_with_new_parameters_is_noticed_at_the_first_step():
+    """load_state_dict(assign=True) leaves no mark on the old ones, as fully_shard does not."""
+    model = model_of()
+    optimizer = fl.optim.AdamW8bit(model.named_parameters(), backend="eager")
+    model.load_state_dict(model_of(1).state_dict(), assign=True)
+    backward(model)
+    for _ in range(2):
+        refuses(
+            ValueError,
+            "Optimizer.step: parameter '0.weight' has no gradient and is in no module, but a module has another one of "
+            "its shape (70, 64), with a gradient; the model got new parameters after the optimizer was made (by "
+            "fully_shard, parallelize_module, load_state_dict(assign=True)), so make the optimizer afterwards",
+            optimizer.step,
+        )
+
+
+def test_steps_without_gradients_that_are_right():
+    """Of a model that was not used yet, of unused and frozen parameters, and of tensors that are in no module."""
+    used, unused = model_of(), model_of(1)
+    backward(used)
+    free = [nn.Parameter(p.detach().clone()) for p in used.parameters()]
+    more = [*free, nn.Parameter(torch.ones(7, 7))]  # of a shape that no module has
+    for params in (
+        list(unused.parameters()),
+        [*used[0].parameters(), *unused[1].parameters()],
+        [*used.parameters(), *free],  # the gradients of these shapes are the optimizer's own
+        more,
+    ):
+        before = clone(params)
+        optimizer = fl.optim.AdamW8bit(params, backend="eager")
+        optimizer.step()
+        for p, old in zip(params, before, strict=True):
+            assert same(p.detach(), old) == (p.grad is None)

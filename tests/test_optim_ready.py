@@ -4,6 +4,7 @@ import inspect
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import refuses, run_pure, run_step, same
@@ -274,6 +275,17 @@ def test_wrong_numbers(case):
     refuses(ValueError, f"Optimizer: group 0: {message}", lambda: ready(name, [p], **options))
 
 
+def test_numbers_of_numpy_and_whole_ones():
+    """They are numbers as any others, and may change."""
+    model, plain = model_of(), model_of()
+    optimizer = ready("AdamW8bit", model.parameters(), lr=np.float32(0.5), betas=[0, 0.5], weight_decay=0)
+    optimizer.param_groups[0].update(lr=np.float64(0.25), weight_decay=1, betas=(0.5, 0))
+    second = ready("AdamW8bit", plain.parameters(), lr=0.25, betas=(0.5, 0.0), weight_decay=1.0)
+    train(model, optimizer, range(1))
+    train(plain, second, range(1))
+    assert same(numbers(model), numbers(plain))
+
+
 # Other libraries' arguments.
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -323,7 +335,10 @@ REFUSED: dict[str, str] = {
     "block_wise=False": (
         "block_wise must be True, got False; scales are always those of blocks; block_size says how large"
     ),
-    "is_paged=True": "is_paged must be False or None, got True; there is no paged memory; leave it out",
+    "is_paged=True": (
+        "is_paged must be False or None, got True; moments rest on the CPU with fl.optim.Optimizer(params, "
+        "fl.offload(tx)), where tx is for instance fl.adamw8bit(lr)"
+    ),
     "fused=1": "fused must be None or False or True, got 1; leave it out",
     "min_size=1, min_8bit_size=2": "min_8bit_size is another name of min_size, but they are 2 and 1; give one",
 }

@@ -1,15 +1,13 @@
 """The state of fl.optim.Optimizer: complete from the start, saved, loaded and copied bit for bit."""
 
-import copy
 import io
-import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from helpers import averaged, clone, delayed, run_pure, same
-from optim_models import function_of, gradients, model_of, named, numbers, state_of, train
+from optim_models import gradients, model_of, named, numbers, state_of, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -292,19 +290,49 @@ def test_two_optimizers_of_one_model():
             assert same(state_of(a), state_of(b))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("form", ["tx", "function"])
-def test_a_copy_goes_on_by_itself(copied, form):
-    tx, defaults = (fl.adamw8bit(0.1), None) if form == "tx" else (function_of, {"lr": 0.1})
-    model = model_of()
-    optimizer = Optimizer(model.named_parameters(), tx, defaults, backend="eager")
+@pytest.mark.parametrize("way", SAVES)
+def test_groups_in_formats_of_their_own_go_on(way):
+    """A format for each moment, one that a group chose, a predicate, float32; and a group that was added later."""
+
+    def fresh(seed: int) -> tuple[nn.Module, Any]:
+        model = model_of(seed)
+        first, second, third = (list(m.named_parameters(str(i))) for i, m in enumerate(model))
+        groups: list[Any] = [
+            {"params": first, "format": {"mu": "dynamic4", "nu": "bfloat16"}, "lr": 0.5},
+            {"params": second, "format": fl.formats.e5m2, "where": lambda name, p: p.ndim > 1},
+        ]
+        optimizer = fl.optim.AdamW8bit(groups, lr=0.01, backend="eager")
+        optimizer.add_param_group({"params": third, "format": "float32"})
+        return model, optimizer
+
+    model, optimizer = fresh(0)
     train(model, optimizer, range(2))
-    other, second = copied((model, optimizer))
-    if defaults:
-        for o in (optimizer, second):
-            o.param_groups[0]["lr"] = 0.2
-    train(other, second, range(2, 4))
-    assert not same(numbers(other), numbers(model))
+    optimizer.param_groups[2]["lr"] = 0.25
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": LOOKS[way](model, optimizer)}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
     train(model, optimizer, range(2, 4))
+    other, resumed = fresh(1)
+    other.load_state_dict(loaded["model"])
+    SAVES[way](other, resumed, loaded["optimizer"])
+    assert resumed.param_groups[2]["lr"] == 0.25
+    assert callable(resumed.param_groups[1]["where"])
+    train(other, resumed, range(2, 4))
     assert same(numbers(other), numbers(model))
-    assert same(state_of(second), state_of(optimizer))
+    assert same(state_of(resumed), state_of(optimizer))
+
+
+def test_a_file_in_another_format_is_converted():
+    """The class's own formats stay, whatever the file's groups say."""
+    model = model_of()
+    optimizer = fl.optim.AdamW8bit(model.parameters(), backend="eager")
+    train(model, optimizer, range(2))
+    other = fl.optim.AdamW4bit(model.parameters(), min_size=64, backend="eager")
+    other.load_state_dict(optimizer.state_dict(), convert=True)
+    assert other.param_groups[0]["format"] == "root4"
+    assert other.param_groups[0]["min_size"] == 64
+    own, old = other.state[model[0].weight], optimizer.state[model[0].weight]
+    assert own["0.mu.codes"].shape == (70, 32)
+    assert same(own["0.step"], old["0.step"])
+    train(model, other, range(2, 3))

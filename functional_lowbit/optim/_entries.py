@@ -77,7 +77,10 @@ def load(speaker: str, leaves: Mapping[str, Any], entries: Any, convert: bool) -
         ValueError: for entries that do not fit.
     """
     if not isinstance(entries, Mapping) or SCHEMA not in entries:
-        raise ValueError(f"{speaker} has no entry {SCHEMA!r}; it must come from a functional_lowbit.optim.Optimizer")
+        raise ValueError(
+            f"{speaker} has no entry {SCHEMA!r}; it must come from a functional_lowbit.optim.Optimizer, and another "
+            "library's must be converted, by fl.convert"
+        )
     raw = entries[SCHEMA]
     if not isinstance(raw, Tensor) or raw.dtype != torch.uint8 or raw.ndim != 1:
         got = f"{raw.dtype} of shape {tuple(raw.shape)}" if isinstance(raw, Tensor) else type(raw).__name__

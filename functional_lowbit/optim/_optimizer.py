@@ -25,22 +25,23 @@ class Optimizer(Saved):
     with each. Parameters and state are written in place by one compiled step.
 
     With a transformation, the groups given to the constructor make one tree, as for `tx.init(dict(named_parameters))`:
-    a global norm is that of all. With a function and `defaults`, each group makes a tree of its own, and the numbers in
-    the group are read anew at each step. A group added later makes a tree of its own in any case, whose steps count
-    from 0.
+    a global norm is that of all. With a function and `defaults`, each group makes a tree of its own, and the function
+    is called anew at each step before which a number in the group has changed; nothing is compiled for that. A group
+    added later makes a tree of its own in any case, whose steps count from 0.
 
     Args:
         params: Parameters, (name, parameter) pairs, or groups of either. Names are the paths that `tx` sees; without
             names, a parameter's is its number, counted through all groups. Move and shard the model first.
         tx: A transformation; or with `defaults`, a function `tx(**hyperparameters)` that makes one.
-        defaults: Hyperparameters of the groups, by name. What is a float here (or a tensor, or in a tuple) is a number:
-            `tx` gets a float64[] tensor for it. Other values are handed on as they are, and must not change.
+        defaults: Hyperparameters of the groups, by name. What is a float here (or a tensor, or in a tuple) is a number,
+            which may change at any time: `tx` gets a float for it, or a tensor where the default is one. Other values
+            are handed on as they are, and must not change.
         backend: As in `fl.compile`.
         rounding: As in `fl.compile`.
         key: As in `fl.compile`.
 
     Attributes:
-        graphs: int; graphs compiled so far for the kernels in use, see `fl.compile`.
+        graphs: int; graphs compiled so far for the kernels in use, see `fl.compile`; those of each tree are counted.
 
     A parameter whose `grad` is None, or that needs no gradient, is left as it is, with its state. A step without any
     gradient does nothing, as in torch.
@@ -123,7 +124,8 @@ class Optimizer(Saved):
             refuse_numbers("Optimizer", self.param_groups, members)
             tx, hypers = self._tx, None
             for i in members:
-                self.param_groups[i] = NumberlessGroup(self.param_groups[i])
+                if not isinstance(self.param_groups[i], NumberlessGroup):
+                    self.param_groups[i] = NumberlessGroup(self.param_groups[i])
         else:
             tx, hypers = make_tx(self._tx, self._numbers, self.param_groups, members[0])
         tree = ParamTree(tx, compile(tx, **self._options), params, members, hypers)
@@ -181,8 +183,8 @@ class Optimizer(Saved):
         self._settle("Optimizer.step")
         grads = [tree.check(self.state, alone=len(self._trees) == 1) for tree in self._trees]
         if not self._was_looked_at:
-            self._was_looked_at = True
             refuse_orphans([(tree.params, own) for tree, own in zip(self._trees, grads, strict=True)])
+            self._was_looked_at = True
         self._read_numbers("Optimizer.step: param_groups", self.param_groups)
         for tree, own in zip(self._trees, grads, strict=True):
             if any(g is not None for g in own.values()):

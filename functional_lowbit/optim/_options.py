@@ -74,7 +74,11 @@ HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "args": ((None,), "give its entries by name, for instance min_size"),
     "percentile_clipping": ((100,), "clip with torch.nn.utils.clip_grad_norm_ before the step"),
     "block_wise": ((True,), "scales are always those of blocks; block_size says how large"),
-    "is_paged": ((False, None), "there is no paged memory; leave it out"),
+    "is_paged": (
+        (False, None),
+        "moments rest on the CPU with fl.optim.Optimizer(params, fl.offload(tx)), where tx is for instance "
+        "fl.adamw8bit(lr)",
+    ),
 }
 
 

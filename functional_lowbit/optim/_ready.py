@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from numbers import Real
 from typing import Any, ClassVar
 
 from torch.optim.optimizer import ParamsT
@@ -97,10 +98,10 @@ class Ready(Optimizer):
 
 
 def _as_numbers(name: str, value: Any) -> Any:
-    """Whole numbers as floats: what is given decides what is a number from then on."""
+    """Whole numbers and numpy's as floats: what is given decides what is a number from then on."""
     if name == "betas":
         return tuple(_as_numbers("", x) for x in value) if isinstance(value, (tuple, list)) else value
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
 
 
 def _name(format: Any) -> Any:

@@ -131,10 +131,19 @@ class Saved(torch.optim.Optimizer):
         for tree, leaves in zip(self._trees, new, strict=True):
             tree.take_(leaves)
             self._show(tree)
-        self.param_groups = [  # names are not loaded: `tx` knows the parameters by their own
-            type(old)({**old, **{name: value for name, value in group.items() if name != "param_names"}})
-            for old, group in zip(self.param_groups, groups, strict=True)
+        self.param_groups = [
+            type(old)({**old, **_loaded(old, group)}) for old, group in zip(self.param_groups, groups, strict=True)
         ]
+
+
+def _loaded(old: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """What is taken from a file's group. Not names: `tx` knows the parameters by their own."""
+    return {
+        # torch.distributed.checkpoint makes lists of tuples
+        name: tuple(value) if isinstance(value, list) and isinstance(old.get(name), tuple) else value
+        for name, value in group.items()
+        if name != "param_names"
+    }
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,18 @@ RULES: dict[str, Callable[[Any], Any]] = {
     "adamw8bit": lambda params: fl.optim.Optimizer(
         params, fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2, weight_decay=0.1)), backend="eager"
     ),
-    "dynamic4": lambda params: fl.optim.Optimizer(
-        params,
-        lambda lr, betas: fl.adamw8bit(lr, *betas, format="dynamic4"),
-        {"lr": 1e-2, "betas": (0.9, 0.99)},
-        backend="eager",
-    ),
+    "AdamW4bit": lambda params: fl.optim.AdamW4bit(own_formats(list(params)), lr=1e-2, backend="eager"),
 }
+
+
+def own_formats(pairs: list[Any]) -> list[Any]:
+    """A group in the class's own format, and one in another."""
+    return [
+        {"params": [(n, p) for n, p in pairs if n != "2.weight"], "betas": (0.9, 0.99)},
+        {"params": [(n, p) for n, p in pairs if n == "2.weight"], "format": "dynamic4", "weight_decay": 0.0},
+    ]
+
+
 WAYS: dict[str, dict[str, bool]] = {  # options of the helpers
     "sharded": {},
     "flattened": {"flatten_optimizer_state_dict": True},
@@ -60,7 +65,7 @@ def fresh(rule: str, seed: int, shape: tuple[int, ...] = ()) -> tuple[nn.Module,
     """
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Embedding(129, 64), nn.LayerNorm(64), nn.Linear(64, 65), nn.Linear(65, 3))
-    model.to(torch.bfloat16 if rule == "dynamic4" else torch.float32)
+    model.to(torch.bfloat16 if rule == "AdamW4bit" else torch.float32)
     model[1].bias.requires_grad_(False)
     if dist.is_initialized():
         fully_shard(model[0], mesh=w.mesh(*shape))
@@ -266,7 +271,7 @@ def squares(turn: bool) -> Any:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     fully_shard(model, mesh=w.mesh())
     pairs = list(model.named_parameters())
-    return model, RULES["dynamic4"](pairs[::-1] if turn else pairs)
+    return model, fl.optim.AdamW4bit(pairs[::-1] if turn else pairs, backend="eager")
 
 
 def by_name(model: nn.Module, optimizer: Any) -> Any:
