@@ -15,7 +15,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in LIGHTNINGS]
 
 
@@ -113,8 +112,7 @@ def test_lightning(precision, tmp_path):
 
 
 def test_model_parallel_strategy(two, tmp_path):
-    """Its checkpoint is `dcp`'s, with `flatten_optimizer_state_dict`."""
-    torchs, also = two.run(job, "torch", "32-true", tmp_path / "torch")
+    torchs, _ = two.run(job, "torch", "32-true", tmp_path / "torch")
     own, other = two.run(job, "8 bits", "32-true", tmp_path / "8 bits")
     assert tiny.equal(own, other)
     tiny.has_learned_in_few_bits(own, torchs)

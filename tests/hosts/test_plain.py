@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def wrapped(way: str) -> nn.Module:
-    """The model as it is trained: "ddp", "fsdp2", or "fsdp2 bf16" with parameters in float32 and all else in bfloat16."""
+    """The model as it is trained: "ddp", "fsdp2", or "fsdp2 bf16", with parameters and sums of gradients in float32."""
     model = tiny.llama()
     if way == "ddp":
         return DistributedDataParallel(model)

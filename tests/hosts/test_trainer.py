@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on one process: groups with and without decay, accumulation, clipping, warm-up, checkpoints."""
+"""Hugging Face's Trainer: groups with and without decay, accumulation, clipping, warm-up, bfloat16, checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ def trainer(
         gradient_accumulation_steps=tiny.ACCUMULATE,
         max_grad_norm=tiny.CLIP,
         learning_rate=tiny.PEAK_LR,
+        adam_epsilon=tiny.HYPER["eps"],
         adam_beta2=tiny.HYPER["betas"][1],
         weight_decay=tiny.HYPER["weight_decay"],
         lr_scheduler_type="cosine",
@@ -40,6 +41,7 @@ def trainer(
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
+        ddp_find_unused_parameters=False,
         bf16=bf16,
         optim=optim,
         fsdp=fsdp is not None,
