@@ -344,6 +344,34 @@ REFUSED: dict[str, str] = {
 }
 
 
+KINDS: dict[str, str] = {
+    "betas=0.9": "AdamW8bit: betas must be 2 numbers, got 0.9",
+    "betas=(0.9, 0.9, 0.9)": "AdamW8bit: betas must be 2 numbers, got (0.9, 0.9, 0.9)",
+    "lr='fast'": "Optimizer: group 0: adamw: lr must be a float, a 0-d tensor or a schedule, got str",
+    "lr=torch.ones(1)": "Optimizer: lr of group 0 must be a number, got a tensor of shape (1,)",
+    "lr=True": "Optimizer: group 0: adamw: lr must be a float, a 0-d tensor or a schedule, got bool",
+    "maximize='no'": "AdamW8bit: maximize must be a bool, got 'no'",
+    "bf16_stochastic_round=1": "AdamW8bit: stochastic_rounding must be a bool, got 1",
+    "where='weight'": "AdamW8bit: where must be a function where(path, leaf), got 'weight'",
+    "format='int8'": (
+        "AdamW8bit: format must be one of companded8, dynamic8, e4m3, e5m2, root4, dynamic4, bfloat16, float32; got "
+        "'int8'"
+    ),
+    "format={'mu': None}": "AdamW8bit: format must be a name or a Format, got NoneType",
+    "block_size=0": "Optimizer: group 0: low_bit: block_size must be an int of at least 1, got 0",
+    "min_size=-1": "Optimizer: group 0: low_bit: min_size must be an int of at least 0, got -1",
+    "stochastic_rounding=True, key=1.5": "compile: key must be an int or a 0-d int64 tensor, got float",
+}
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_values_of_another_kind(options):
+    given, p = eval(f"dict({options})"), nn.Parameter(torch.zeros(2))
+    with pytest.raises((TypeError, ValueError)) as caught:
+        ready("AdamW8bit", [p], **given)
+    assert str(caught.value) == KINDS[options]
+
+
 @pytest.mark.parametrize("options", REFUSED)
 def test_values_that_are_refused(options):
     """By the constructor and in a group."""
@@ -371,12 +399,19 @@ def test_what_a_group_may_hold():
     }
     foreign = torch.optim.AdamW([p], amsgrad=False).param_groups
     assert ready("AdamW8bit", [dict(g) for g in foreign]).param_groups[0]["betas"] == (0.9, 0.999)
-    for key in ("stochastic_rounding", "bf16_stochastic_round", "key", "backend"):
+    for key, value, name in (
+        ("stochastic_rounding", True, "stochastic_rounding"),
+        ("bf16_stochastic_round", True, "stochastic_rounding"),
+        ("key", 7, "key"),
+        ("backend", "native", "backend"),
+    ):
         refuses(
             ValueError,
-            f"AdamW8bit: group 1 has {key!r}, which is the same for all groups; give it to the constructor",
-            lambda key=key: ready("AdamW8bit", [{"params": [p]}, {"params": [q], key: True}]),
+            f"AdamW8bit: group 1 has {name} = {value!r}, which is the same for all groups; give it to the constructor",
+            lambda key=key, value=value: ready("AdamW8bit", [{"params": [p]}, {"params": [q], key: value}]),
         )
+    same_for_all = {"stochastic_rounding": False, "key": 0, "backend": "eager"}
+    assert not set(same_for_all) & set(ready("AdamW8bit", [{"params": [p], **same_for_all}]).param_groups[0])
     options = ", ".join(fl.optim._options.DEFAULTS)
     refuses(
         TypeError,

@@ -59,7 +59,8 @@ DEFAULTS: Options = {
 }
 LAYOUT = frozenset({"format", "block_size", "min_size", "where"})  # how a group's moments rest
 OF_GROUP = LAYOUT | {"maximize"}  # what a group may have otherwise than the constructor
-OF_ALL = ("stochastic_rounding", "bf16_stochastic_round", "key", "backend")  # what only the constructor takes
+OF_ALL = ("stochastic_rounding", "key", "backend")  # what is the same for all groups
+BOOLS = ("maximize", "stochastic_rounding")
 # Other libraries' arguments: the values that change nothing, and what to do instead of another one.
 HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {
     "amsgrad": ((False, None), "there is no AMSGrad; leave it out, or write it with fl.leafwise"),
@@ -91,8 +92,8 @@ def checked(speaker: str, given: Mapping[str, Any], bits: int) -> dict[str, Any]
         bits: How many the class stands for.
 
     Raises:
-        TypeError: for a name that is no option.
-        ValueError: for a value of another library's argument that is not supported, and for a format that is unknown.
+        TypeError, ValueError: for a name that is no option, a value of another kind, an unknown format, and a value of
+            another library's argument that is not supported.
     """
     unknown = next((name for name in given if name not in DEFAULTS), None)
     if unknown is not None:
@@ -113,8 +114,16 @@ def checked(speaker: str, given: Mapping[str, Any], bits: int) -> dict[str, Any]
                     f"{speaker}: {name} is another name of {own}, but they are {value!r} and {options[own]!r}; give one"
                 )
             options[own] = value
+    for name in BOOLS:
+        if name in options and not isinstance(options[name], bool):
+            raise TypeError(f"{speaker}: {name} must be a bool, got {options[name]!r}")
+    if not callable(options.get("where", callable)) and options["where"] is not None:
+        raise TypeError(f"{speaker}: where must be a function where(path, leaf), got {options['where']!r}")
     if "format" in options:
-        options["format"] = named_format(options["format"])
+        try:
+            options["format"] = named_format(options["format"])
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{speaker}: {str(error).removeprefix('formats.get: ')}") from error
     return options
 
 

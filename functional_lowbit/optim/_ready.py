@@ -48,8 +48,12 @@ class Ready(Optimizer):
     ):
         speaker = type(self).__name__
         own = {**DEFAULTS, **self.OWN, **checked(speaker, options, self.BITS)}
-        numbers = {name: _as_numbers(name, value) for name, value in hyperparams.items()}
+        betas = hyperparams.get("betas", (0.0, 0.0))
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ValueError(f"{speaker}: betas must be 2 numbers, got {betas!r}")
+        numbers = {name: _as_numbers(value) for name, value in hyperparams.items()}
         self._where = own["where"]
+        self._for_all = {name: own[name] for name in OF_ALL}
         super().__init__(
             params,
             partial(with_floats, rule),
@@ -65,17 +69,19 @@ class Ready(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which may have its own numbers, format, block_size, min_size, where and maximize."""
-        speaker = f"{type(self).__name__}: group {len(self.param_groups)}"
         if isinstance(param_group, dict):
-            found = next((name for name in OF_ALL if name in param_group), None)
-            if found is not None:
-                raise ValueError(
-                    f"{speaker} has {found!r}, which is the same for all groups; give it to the constructor"
-                )
+            speaker = f"{type(self).__name__}: group {len(self.param_groups)}"
             mine = {name: value for name, value in param_group.items() if name in DEFAULTS}
             rest = {name: value for name, value in param_group.items() if name not in mine}
             foreign = {name: value for name, value in mine.items() if name in HARMLESS}
-            param_group = {**rest, **foreign, **checked(speaker, mine, self.BITS)}
+            own = checked(speaker, mine, self.BITS)
+            for name, value in self._for_all.items():  # ZeroRedundancyOptimizer puts all arguments into the groups
+                if (found := own.pop(name, value)) != value:
+                    raise ValueError(
+                        f"{speaker} has {name} = {found!r}, which is the same for all groups; give it to the "
+                        "constructor"
+                    )
+            param_group = {**rest, **foreign, **own}
         super().add_param_group(param_group)
 
     def _plant(self, members: list[int]) -> None:
@@ -94,13 +100,13 @@ class Ready(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy."""
-        return {**super().__getstate__(), "_where": self._where}
+        return {**super().__getstate__(), "_where": self._where, "_for_all": self._for_all}
 
 
-def _as_numbers(name: str, value: Any) -> Any:
+def _as_numbers(value: Any) -> Any:
     """Whole numbers and numpy's as floats: what is given decides what is a number from then on."""
-    if name == "betas":
-        return tuple(_as_numbers("", x) for x in value) if isinstance(value, (tuple, list)) else value
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_as_numbers, value))
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
 
 

@@ -46,6 +46,8 @@ def sgd(
     lr: float, momentum: float, dampening: float, weight_decay: float, nesterov: bool, **how: Any
 ) -> GradientTransformation:
     """SGD whose decay is added to the gradient, as torch.optim.SGD. Without momentum there is no buffer."""
+    if not isinstance(nesterov, bool):
+        raise TypeError(f"sgd: nesterov must be a bool, got {nesterov!r}")
     if nesterov and (momentum == 0 or dampening != 0):
         raise ValueError(f"sgd: nesterov=True needs momentum > 0 and dampening = 0, got {momentum} and {dampening}")
     inner = [add_decayed_weights(weight_decay)]

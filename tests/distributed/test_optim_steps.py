@@ -1,5 +1,6 @@
 """fl.optim's ready classes on ranks: gradient scaling, and models that are sharded after the optimizer was made."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -133,3 +134,32 @@ def switched(late: bool) -> Any:
 @TWO
 def test_sharded_parameters_put_into_the_groups(world: World) -> None:
     assert world.run(switched, True) == world.run(switched, False)
+
+
+def spread(zero: bool) -> Any:
+    """The state of a DDP model spread over the ranks by torch's ZeroRedundancyOptimizer, or whole on each."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".torch.jit", DeprecationWarning)  # torch 2.13, of its own
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    model = model_of()
+    options: dict[str, Any] = {"lr": 0.01, "format": "dynamic4", "backend": "eager"}
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer: Any = (
+        ZeroRedundancyOptimizer(wrapped.parameters(), fl.optim.AdamW8bit, **options)
+        if zero
+        else fl.optim.AdamW8bit(model.parameters(), **options)
+    )
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for k in range(3):
+        optimizer.zero_grad()
+        wrapped(w.random((2, 64), 10 * k + w.rank(), torch.float32)).square().sum().backward()
+        optimizer.step()
+        schedule.step()
+    return w.fingerprint(dict(model.named_parameters()))
+
+
+@TWO
+def test_zero_redundancy(world: World) -> None:
+    found = world.run(spread, True)
+    assert found == world.run(spread, False)
+    assert found[0] == found[1]
