@@ -1,5 +1,7 @@
 """Accelerate: alone, and on two ranks as DDP and as FSDP2."""
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ def train(name: str, way: str, precision: str, folder: Path, resume: bool = Fals
         model = fsdp2_prepare_model(host, model)
     cls, options = tiny.OPTIMIZERS[name]
     optimizer = cls(model.parameters(), **options)
+    given = weakref.ref(next(model.parameters()))
     # Accelerate takes as many steps of a schedule as there are ranks.
     total = (tiny.STEPS + 1) * host.num_processes
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=tiny.PEAK_LR, total_steps=total)
@@ -67,6 +70,8 @@ def train(name: str, way: str, precision: str, folder: Path, resume: bool = Fals
             host.save_state(str(folder))
     if way != "ddp":
         assert all(isinstance(p, DTensor) for p in model.parameters())
+        gc.collect()
+        assert (given() is None) == (way == "fsdp2")  # nobody keeps a whole parameter
     return tiny.run(losses, host.unwrap_model(model), optimizer)
 
 

@@ -114,6 +114,19 @@ def test_optimizer_and_schedule_made_by_the_user(tmp_path):
     assert tiny.distance(own, torchs) <= tiny.ROUNDING
 
 
+def test_bfloat16_parameters_in_4_bits(tmp_path):
+    """Parameters themselves in bfloat16, rounded stochastically: the noise goes on where it was."""
+
+    def run(folder: Path, resume: Path | None = None) -> tiny.Run:
+        given = (fl.optim.AdamW4bit, {**tiny.HYPER, "stochastic_rounding": True})
+        return finish(trainer(folder, model=tiny.llama(torch.bfloat16), optimizer_cls_and_kwargs=given), resume)
+
+    own = run(tmp_path / "own")
+    assert {p.dtype for p in own.model.values()} == {torch.bfloat16}
+    assert own.losses[-1] < own.losses[0] - 0.3
+    assert tiny.equal(run(tmp_path / "resumed", tmp_path / "own"), own)
+
+
 def test_by_name(tmp_path, monkeypatch):
     """The line for `optim=`, whose names are fixed: that of another library's optimizer is given ours."""
     name = OptimizerNames.ADAMW_TORCH_8BIT
