@@ -52,6 +52,10 @@ from functional_lowbit.transforms._finite import (
     ApplyIfFiniteState as ApplyIfFiniteState,
     apply_if_finite as apply_if_finite,
 )
+from functional_lowbit.transforms._inject import (
+    InjectHyperparamsState as InjectHyperparamsState,
+    inject_hyperparams as inject_hyperparams,
+)
 from functional_lowbit.transforms._lion import (
     ScaleByLionState as ScaleByLionState,
     lion as lion,
@@ -63,6 +67,10 @@ from functional_lowbit.transforms._master import (
     MasterWeightsState as MasterWeightsState,
     master_params as master_params,
     master_weights as master_weights,
+)
+from functional_lowbit.transforms._multi_steps import (
+    MultiStepsState as MultiStepsState,
+    multi_steps as multi_steps,
 )
 from functional_lowbit.transforms._orthogonalize import (
     ScaleByMuonState as ScaleByMuonState,

@@ -9,22 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit import _check, _interrupted, _staging, _tree
+from functional_lowbit import _check, _interrupted, _tree
 from functional_lowbit._apply import ROUNDINGS
-from functional_lowbit._backends import Kernel, kernel_for
+from functional_lowbit._backends import Kernel
 from functional_lowbit._base import GradientTransformation, Tree, call_update
+from functional_lowbit._begin import begin
 from functional_lowbit._donate import apart, copy_leaf, into_old, storages
-from functional_lowbit._kernel import KernelKey, Stage
+from functional_lowbit._kernel import KernelKey
+from functional_lowbit._launch import ONE, Result, flush, launch
 from functional_lowbit._low_bit import read_moments
-from functional_lowbit._noise import Noise, Start
-from functional_lowbit._program import GateOp, LeafOp, ObserveOp, Op, OpaqueOp, Program, lower
-from functional_lowbit._quantized import QuantizedTensor
+from functional_lowbit._noise import Noise
+from functional_lowbit._program import GateOp, HostGateOp, LeafOp, OpaqueOp, Program, RenewOp, lower
 from functional_lowbit._renewal import compare, renewed
-from functional_lowbit._run import Run, block_size_of, codec_of, grid_of_moments, shapes_of, vector
-from functional_lowbit.sharding import ShardSpec, local_of
-from functional_lowbit.transforms._master import MasterWeights, MasterWeightsState, local_codes
-
-ONE = torch.ones((), dtype=torch.float32)
+from functional_lowbit._run import Run, block_size_of
+from functional_lowbit.sharding import local_of
+from functional_lowbit.transforms._master import MasterWeights
 
 
 class Step:
@@ -33,10 +32,8 @@ class Step:
     def __init__(self, tx: GradientTransformation, donate: bool, backend: str | None, noise: Noise | None):
         self._master, update = _unwrap_master(tx.update)
         self._program: Program = lower(update)
-        if any(isinstance(op, OpaqueOp) for op in self._program.ops()):
+        if self._master is not None and any(isinstance(op, OpaqueOp) for op in self._program.ops()):
             self._master, self._program = None, lower(tx.update)
-        self._ops: list[Op] = list(self._program.ops())
-        self._has_opaque = any(isinstance(op, OpaqueOp) for op in self._ops)
         self._donate = donate
         self._backend = backend
         self._noise = noise
@@ -71,7 +68,6 @@ class Step:
             compare(master, update, "Step.renew")
             master, update = _unwrap_master(update)
         self._program, self._master = renewed(self._program, update, "Step.renew"), master
-        self._ops = list(self._program.ops())
 
     @torch.no_grad()
     def __call__(self, grads: Tree, state: Any, params: Tree, **extra: Any) -> tuple[Tree, Any]:
@@ -97,223 +93,131 @@ class Step:
                 _interrupted.mark(state, error)
             raise
 
+    def _begin(self, grads: Tree, state: Any, params: Tree, extra: dict[str, Any]) -> Run:
+        """Look at everything before anything is written."""
+        run = begin(
+            self._program,
+            self._master,
+            grads,
+            state,
+            params,
+            extra,
+            donate=self._donate,
+            backend=self._backend,
+            noise=self._noise,
+        )
+        self._program = run.program  # as long as the numbers in the state are the same, it serves again
+        return run
+
     def _take(self, run: Run, state: Any) -> Any:
         """Run all operations: the new state, in the old one's place."""
-        inner = state if self._master is None else state.inner_state
         run.take(run.updates)
         new_states = list(run.states)
-        pending: list[int] = []
-        for i, op in enumerate(self._ops):
-            if isinstance(op, LeafOp):
-                if op.rule.prepare is not None or self._grids_differ(run, pending, i):
-                    pending = self._flush(run, pending)
-                whole = op.rule.prepare is not None
-                run.shared[i] = op.rule.share(
-                    run.update_tree(run.active[i], op.rule.prepare) if whole else None,
-                    read_moments(run.states[i]) if whole and op.rule.moments else run.states[i],
-                    run.param_tree(run.active[i]) if whole else None,
-                    run.hypers[i],
-                )
-                pending.append(i)
-                continue
-            if isinstance(op, ObserveOp) and not op.part.wants(run.states[i]):
-                new_states[i] = op.part.pass_by(run.states[i])
-                continue
-            pending = self._flush(run, pending)
-            if isinstance(op, GateOp):
-                is_open, new_states[i] = op.part.decide(run.update_tree(run.active[i]), run.states[i])
-                run.gates[op.gate] = is_open
-            elif isinstance(op, ObserveOp):
+        every = range(len(run.updates))
+        for i, op in enumerate(run.ops):
+            seen = [k for k in every if run.active[i][k]]
+            if not run.closed.isdisjoint(op.behind.hosts):
+                if isinstance(op, GateOp):
+                    run.gates[op.gate] = ONE  # kernels are told of gates by position
+            elif isinstance(op, (LeafOp, HostGateOp)):
+                self._add(run, i, op, seen)
+                if isinstance(op, HostGateOp) and not op.part.opens(run.states[i]):
+                    run.closed.add(op.host)
+                    launch(run, self._used, seen, Result.DISCARDED)
+            elif isinstance(op, RenewOp):
+                new_states[i] = run.moved[i]
+            elif isinstance(op, GateOp):
+                flush(run, self._used, seen)
+                run.gates[op.gate], new_states[i] = op.part.decide(run.update_tree(run.active[i]), run.states[i])
+            elif isinstance(op, OpaqueOp):
+                flush(run, self._used, every)
+                new_states[i] = _call_opaque(run, op, run.states[i])
+            elif op.part.wants(run.states[i]):
+                flush(run, self._used, seen)
                 trees = run.update_tree(run.active[i]), run.states[i], run.param_tree(run.active[i])
                 new_states[i] = op.part.observe(*trees, run.extra)
             else:
-                new_states[i] = self._call_opaque(run, op, run.states[i])
-        self._run_leaf_ops(run, pending, apply=True)
-        self._write_shared(run, new_states)
-        inner = self._program.rebuild(inner, iter(new_states))
+                new_states[i] = op.part.pass_by(run.states[i])
+        launch(run, self._used, every, Result.APPLIED)
+        _write_shared(run, new_states)
+        inner = state if self._master is None else state.inner_state
+        inner = run.program.rebuild(inner, iter(new_states))
         return inner if self._master is None else state._replace(inner_state=inner)
 
-    def _begin(self, grads: Tree, state: Any, params: Tree, extra: dict[str, Any]) -> Run:
-        """Look at everything before anything is written."""
-        speaker = "compile(tx)"
-        leaves, treedef = _tree.flatten(params)
-        paths = _tree.names(treedef)
-        _check.params(speaker, paths, leaves)
-        updates = _check.same_structure(speaker, "grads", treedef, grads)
-        _check.updates(speaker, paths, updates, leaves)
-        codes: list[Any] = [None] * len(leaves)
-        if self._master is not None:
-            _check.state_class(speaker, state, MasterWeightsState)
-            codes = _check.same_structure(speaker, "state.error", treedef, state.error)
-            self._master.check_codes(speaker, paths, leaves, codes)
-            state = state.inner_state
-        states = list(self._program.states(state))
-        active = list(self._program.active(params, treedef))
-        hypers: list[Any] = []
-        moments: list[list[tuple[Any, ...]]] = []
-        for op, op_state, seen in zip(self._ops, states, active, strict=True):
-            if not isinstance(op, LeafOp):
-                hypers.append(None)
-                moments.append([])
-                continue
-            _check.state_class(speaker, op_state, op.rule.state_class)
-            fields = []
-            for name in op.rule.moments:
-                values = _check.same_structure(speaker, f"state.{name}", treedef, getattr(op_state, name))
-                for path, leaf, value, is_seen in zip(paths, leaves, values, seen, strict=True):
-                    if is_seen:
-                        _check.moment_shape(speaker, name, path, leaf, value)
-                fields.append(values)
-            moments.append(list(zip(*fields, strict=True)) if fields else [()] * len(leaves))
-            for path, each in zip(paths, moments[-1], strict=True):
-                sizes = {m.block_size for m in each if isinstance(m, QuantizedTensor) and m.format.scaled}
-                if len(sizes) > 1:
-                    raise ValueError(
-                        f"{speaker}: the moments of {op.rule.name} at {path!r} have block sizes "
-                        f"{' and '.join(map(str, sorted(sizes)))}; give the low_bits around it one block_size"
-                    )
-            hypers.append(op.rule.hyper(op_state))
-        specs = [ShardSpec.of(p) for p in leaves]
-        locals_ = [local_of(p) for p in leaves]
-        if self._donate:
-            _check.apart(speaker, paths, locals_)
-            if self._has_opaque and not storages(state).isdisjoint(storages(locals_)):
-                raise ValueError(
-                    f"{speaker}: the state shares memory with the parameters, which are donated; copy them in init, or "
-                    "compile with donate=False"
-                )
-        if self._noise is not None:
-            self._noise.begin(state, paths)
-        return Run(
-            treedef, leaves, specs, locals_, updates, codes, active, states, moments, hypers, extra, noise=self._noise
+    def _add(self, run: Run, i: int, op: LeafOp | HostGateOp, seen: list[int]) -> None:
+        """Let a leaf function wait for what comes next, together with those before it where that is possible."""
+        whole = op.rule.prepare is not None
+        flush(run, self._used, seen if whole else [k for k in seen if _other_grid(run, i, k)])
+        run.shared[i] = op.rule.share(
+            run.update_tree(run.active[i], op.rule.prepare) if whole else None,
+            read_moments(run.states[i]) if whole and op.rule.moments else run.states[i],
+            run.param_tree(run.active[i]) if whole else None,
+            run.hypers[i],
         )
+        for k in seen:
+            run.pending[k].append(i)
 
-    def _flush(self, run: Run, pending: list[int]) -> list[int]:
-        """Run what is pending, since what comes next looks at its result."""
-        if pending:
-            self._run_leaf_ops(run, pending, apply=False)
-        return []
 
-    def _grids_differ(self, run: Run, pending: list[int], i: int) -> bool:
-        """Whether a leaf's moments are blocked differently in an earlier operation (two `low_bit`s in one chain)."""
-        mine = [block_size_of(m) for m in run.moments[i]]
-        for j in pending:
-            for a, b in zip(mine, run.moments[j], strict=True):
-                if a is not None and block_size_of(b) not in (None, a):
-                    return True
+def _other_grid(run: Run, i: int, leaf: int) -> bool:
+    """Whether a leaf's moments are blocked differently in a pending operation (two `low_bit`s in one chain)."""
+    if not run.pending[leaf]:
         return False
+    mine = block_size_of(run.moments[i][leaf])
+    return mine is not None and any(block_size_of(run.moments[j][leaf]) not in (None, mine) for j in run.pending[leaf])
 
-    def _call_opaque(self, run: Run, op: OpaqueOp, state: Any) -> Any:
-        """Call an update whose inside is not known, on the trees that the user would see."""
-        updates, new_state = call_update(op.update, run.update_tree(), state, run.param_tree(), run.extra)
-        # What comes back may be a part of the old state or of the parameters, which are written to from here on.
-        written = storages(state) | storages(run.params)
-        us = _check.same_structure("compile(tx)", "updates", run.treedef, updates)
-        _check.updates("compile(tx)", _tree.names(run.treedef), us, run.params)
-        run.written = True
-        run.take([apart(u, written) for u in us])
-        return into_old(new_state, state, written)
 
-    def _run_leaf_ops(self, run: Run, pending: list[int], apply: bool) -> None:
-        """Run neighbouring leaf functions as one kernel, and add the updates to the parameters if asked."""
-        run.localize()
-        groups: dict[Any, list[int]] = {}
-        for i, update in enumerate(run.updates):
-            if update is not None:
-                ops = tuple(j for j in pending if run.active[j][i])
-                codecs = tuple(tuple(codec_of(m) for m in run.moments[j][i]) for j in ops)
-                place = run.locals[i]
-                rounds = apply and run.rounds(i)
-                fused = rounds and self._start(run, ops, i) is not None
-                kind = (place.dtype, update.dtype, place.device)
-                bits = 0 if self._master is None or run.codes[i] is None else self._master.bits
-                groups.setdefault((ops, codecs, *kind, apply and rounds == fused, fused, bits), []).append(i)
-        outs: list[Any] = [None] * len(run.updates)
-        calls = []
-        for (ops, codecs, param_dtype, grad_dtype, device, in_place, stochastic, bits), members in groups.items():
-            stages = tuple(
-                Stage.of(self._rule(j), c, tuple(run.shared[j].scalars), self._ops[j].gates)
-                for j, c in zip(ops, codecs, strict=True)
-            )
-            blocked = stochastic or any(c is not None and c.parts == 2 for cs in codecs for c in cs)
-            key = KernelKey(
-                stages, len(run.gates), in_place, stochastic, bits, blocked, param_dtype, grad_dtype, device
-            )
-            kernel = self._used.get(key)
-            if kernel is None:
-                kernel = self._used[key] = kernel_for(key, self._backend)
-            scalars = vector(
-                [ONE]
-                + [g.float() for g in run.gates.values()]
-                + [x for j in ops for x in run.shared[j].scalars.values()],
-                device,
-            )
-            shaped = [True, True, *(s for cs in codecs for c in cs for s in shapes_of(c))]
-            shaped += [False] * 3 if stochastic else []
-            shaped += [True] if bits else []
-            if not in_place:
-                shaped.append(True)
-                for i in members:
-                    outs[i] = torch.empty(run.locals[i].shape, dtype=torch.float32, device=device)
-            starts = {i: self._start(run, ops, i) for i in members} if stochastic else {}
-            calls.append((kernel, [self._leaf(run, ops, i, outs[i], starts.get(i)) for i in members], shaped, scalars))
-        run.written = run.written or bool(calls)  # whatever could be refused or fail to compile has had its chance
-        for kernel, leaves, shaped, scalars in calls:
-            kernel.run(leaves, shaped, scalars)
-        if not apply:
-            run.updates = outs
-            return
-        for i, out in enumerate(outs):
-            if out is not None:
-                assert run.noise is not None
-                run.noise.round_(run.locals[i], out, i, run.params[i].shape, run.specs[i])
+def _call_opaque(run: Run, op: OpaqueOp, state: Any) -> Any:
+    """Call an update whose inside is not known, on the trees that the user would see."""
+    updates, new_state = call_update(op.update, run.update_tree(), state, run.param_tree(), run.extra)
+    # What comes back may be a part of the old state or of the parameters, which are written to from here on.
+    written = storages(state) | storages(run.params)
+    us = _check.same_structure("compile(tx)", "updates", run.treedef, updates)
+    _check.updates("compile(tx)", _tree.names(run.treedef), us, run.params)
+    run.written = True
+    run.take([apart(u, written) for u in us])
+    return into_old(new_state, state, written)
 
-    def _start(self, run: Run, ops: tuple[int, ...], i: int) -> Start | None:
-        """Where the noise of a leaf's blocks starts."""
-        assert run.noise is not None
-        return run.noise.start(run.params[i].shape, run.specs[i], grid_of_moments(run, ops, i))
 
-    def _leaf(self, run: Run, ops: tuple[int, ...], i: int, out: Tensor | None, start: Start | None) -> _staging.Leaf:
-        """A leaf with all its tensors, in the kernel's order."""
-        tensors = [run.updates[i], run.locals[i]]
-        for j in ops:
-            for moment in run.moments[j][i]:
-                if isinstance(moment, QuantizedTensor):
-                    tensors += [x for x in moment.local_blocks() if x is not None]
-                else:
-                    tensors.append(local_of(moment))
-        if start is not None:
-            assert run.noise is not None
-            tensors += run.noise.words(i, start, run.locals[i].device)
-        if run.codes[i] is not None:
-            tensors.append(local_codes(run.codes[i], run.params[i]))
-        if out is not None:
-            tensors.append(out)
-        return _staging.Leaf(grid_of_moments(run, ops, i) if start is None else start.grid, tuple(tensors))
+def _write_shared(run: Run, new_states: list[Any]) -> None:
+    """Let counters and other shared state go on, where the gates are open."""
+    run.written = True
+    for i, op in enumerate(run.ops):
+        old = run.states[i]
+        if isinstance(op, OpaqueOp) or not run.closed.isdisjoint(op.behind.hosts):
+            continue
+        if isinstance(op, (LeafOp, HostGateOp)):
+            news = run.shared[i].state
+        else:
+            news = {n: v for n, v in new_states[i]._asdict().items() if v is not getattr(old, n)}
+        gates = [run.gates[gate] for gate in op.behind.gates]
+        for name, new in news.items():
+            _write(getattr(old, name), new, gates)
+        new_states[i] = old
 
-    def _rule(self, j: int) -> Any:
-        op = self._ops[j]
-        assert isinstance(op, LeafOp)
-        return op.rule
 
-    def _write_shared(self, run: Run, new_states: list[Any]) -> None:
-        """Let counters and other shared state go on, where the gates are open."""
-        run.written = True
-        for i, op in enumerate(self._ops):
-            if isinstance(op, OpaqueOp):
-                continue
-            old = run.states[i]
-            if isinstance(op, LeafOp):
-                news = run.shared[i].state
+def _write(old: Tree, new: Tree, gates: list[Tensor]) -> None:
+    """Write a tree into an old one's tensors. In a dict of numbers, one may be a Python number that a user has set."""
+    if isinstance(old, dict):
+        for name, value in new.items():
+            if isinstance(value, Tensor) and not _fits(value, old[name]):
+                old[name] = _gated(value, torch.as_tensor(old[name], dtype=value.dtype, device=value.device), gates)
             else:
-                news = {n: v for n, v in new_states[i]._asdict().items() if v is not getattr(old, n)}
-            for name, new in news.items():
-                for place, value in zip(_tree.leaves(getattr(old, name)), _tree.leaves(new), strict=True):
-                    place, value = local_of(place), local_of(value)
-                    for gate in op.gates:
-                        value = torch.where(run.gates[gate].to(value.device), value, place)
-                    place.copy_(value)
-            new_states[i] = old
+                _write(old[name], value, gates)
+        return
+    for place, value in zip(_tree.leaves(old), _tree.leaves(new), strict=True):
+        if place is not value:
+            local_of(place).copy_(_gated(local_of(value), local_of(place), gates))
+
+
+def _fits(new: Tensor, place: Any) -> bool:
+    return isinstance(place, Tensor) and place.dtype == new.dtype
+
+
+def _gated(new: Tensor, old: Tensor, gates: list[Tensor]) -> Tensor:
+    """The new numbers, or the old ones where a gate is closed."""
+    for gate in gates:
+        new = torch.where(gate.to(new.device), new, old)
+    return new
 
 
 def _unwrap_master(update: Any) -> tuple[MasterWeights | None, Any]:

@@ -47,13 +47,14 @@ class KernelKey(NamedTuple):
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
     device: torch.device
+    discards: bool = False  # the update is not wanted, only the new moments are
 
 
 _serial = itertools.count()
 
 
 def make_compute(key: KernelKey, in_place: bool) -> Callable[..., list[Tensor]]:
-    """`compute(g, p, scalars, *moments) -> [*new moments, new p or u]`, pure.
+    """`compute(g, p, scalars, *moments) -> [*new moments, new p or u, or nothing more]`, pure.
 
     `scalars` is float32[1 + n_gates + all stages' scalars]: a 1, then the gates (1 open, 0 closed), then the scalars.
     `moments` are, stage by stage and field by field, codes and scales, or the one unscaled tensor. In place and in
@@ -120,6 +121,8 @@ def make_compute(key: KernelKey, in_place: bool) -> Callable[..., list[Tensor]]:
                         # Codes are kept, not decoded values: not every format writes what it read as the same code.
                         part = torch.where(condition, part, place)
                     outs.append(part)
+        if key.discards:
+            return outs
         if key.apply and key.master_bits:
             u, codes = step_to(p, *write_master(p32 + u, p.dtype, key.master_bits))
             outs.append(codes)
@@ -140,15 +143,17 @@ def count_moments(key: KernelKey) -> int:
 
 
 def make_kernel(key: KernelKey) -> Callable[..., None]:
-    """`kernel(g, p, scalars, *rest)`, or `kernel(g, p, scalars, *rest, out)` if updates are not applied.
+    """`kernel(g, p, scalars, *rest)`; if updates are neither applied nor discarded, an `out` for them is the last.
 
     The arguments are those of `compute`. Moments, and `p` or `out`, are written.
     """
     compute, apply, n_moments = make_compute(key, in_place=True), key.apply, count_moments(key)
+    has_out = not (apply or key.discards)
 
     def kernel(g: Tensor, p: Tensor, scalars: Tensor, *rest: Tensor) -> None:
-        places = (*rest[:n_moments], *(rest[-1:] if apply and key.master_bits else ()), p if apply else rest[-1])
-        for place, new in zip(places, compute(g, p, scalars, *(rest if apply else rest[:-1])), strict=True):
+        places = list(rest[:n_moments])
+        places += [*rest[-1:], p] if apply and key.master_bits else [p] if apply else rest[-1:] if has_out else []
+        for place, new in zip(places, compute(g, p, scalars, *(rest[:-1] if has_out else rest)), strict=True):
             place.copy_(new)
 
     # Dynamo keeps its caches by code object, and limits their length: each kernel needs a code object of its own.
@@ -190,6 +195,6 @@ def example(key: KernelKey) -> tuple[list[Tensor], list[tuple[Tensor, int]]]:
         add((n, 1), torch.int32)
     if key.master_bits:
         add(shape, CODE_DTYPES[key.master_bits])
-    if not key.apply:
+    if not (key.apply or key.discards):
         add(shape, torch.float32)
     return args, varying

@@ -45,9 +45,11 @@ class NativeKernel:
                 places.append(len(arguments))
             arguments.append(Argument(CODE_DTYPES[key.master_bits], "element"))
         n_inputs = len(arguments)
-        if not key.apply:
+        if not (key.apply or key.discards):
             arguments.append(Argument(torch.float32, "element"))
-        places.append(1 if key.apply else n_inputs)
+        if not key.discards:
+            places.append(1 if key.apply else n_inputs)
+        self._places = frozenset(places)
         n_scalars = 1 + key.n_gates + sum(len(stage.scalars) for stage in key.stages)
         compute = make_compute(key, in_place=False)
         text = source(compute, n_inputs, n_scalars, arguments, places)
@@ -62,13 +64,13 @@ class NativeKernel:
         """Work on leaves in place.
 
         Args:
-            leaves: Their first tensor (the gradient) is read, the others may be written.
+            leaves: Their tensors, in the kernel's order: those at its places are written, the others read.
             shaped: For each of a leaf's tensors, whether it has the leaf's shape; else it is [n_blocks, any] or [].
             scalars: float32, contiguous.
         """
         table = array("q")
         copies: list[tuple[Tensor, Tensor]] = []
-        alive: list[Tensor] = []  # copies of gradients, until the call is over
+        alive: list[Tensor] = []  # copies of what is only read, until the call is over
         written: list[Tensor] = []
         numel, n_leaves = 0, 0
         for leaf in leaves:
@@ -80,11 +82,11 @@ class NativeKernel:
             for i, x in enumerate(leaf.tensors):
                 if not x.is_contiguous() or (i < 2 and not _is_plain(x)):
                     original, x = x, torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x)
-                    if i:
+                    if i in self._places:
                         copies.append((original, x))
                     else:
                         alive.append(x)
-                if i:
+                if i in self._places:
                     written.append(x)
                 table.append(x.data_ptr())
             numel += size

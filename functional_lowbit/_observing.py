@@ -13,11 +13,13 @@ class Observing(Composite):
 
     In the compiled step the inner transformation is fused as if this part were not there. At steps at which it wants to
     look, what comes before it is run first, since it is to see the updates; at others it costs a call of `wants` and of
-    `pass_by`. It is part of the whole if nothing inside it is opaque; else it is called as it is.
+    `pass_by`.
 
     Both methods return the state with its own fields moved on and the inner state as it was, new tensors of the same
     shapes and dtypes: the compiled step copies them into the old ones. An own field may be any tree of tensors.
     """
+
+    sequential = True
 
     @abstractmethod
     def wants(self, state: Any) -> bool:

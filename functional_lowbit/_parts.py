@@ -68,6 +68,38 @@ class Gated(Composite):
         """Whether the inner update is made, bool[], and this part's own state moved on (inner state as it was)."""
 
 
+class HostGated(Composite):
+    """A composite that makes its inner update at some steps only, which numbers on the CPU decide.
+
+    At the other steps nothing inside it is run at all, and updates are zeros behind it.
+    """
+
+    sequential = True
+    rule: Any  # the `Leafwise` of what it does with updates at every step; its state class is that of this part
+
+    @abstractmethod
+    def opens(self, state: Any) -> bool:
+        """Whether the inner update is made at this step."""
+
+
+class Renewing(Composite):
+    """A composite whose inner transformation is made anew from numbers in its state."""
+
+    sequential = True
+
+    @abstractmethod
+    def advance(self, state: Any) -> tuple[dict[str, Tensor], Any]:
+        """This step's numbers, 0-d, by name, and this part's own state moved on (inner state as it was).
+
+        Raises:
+            TypeError, ValueError: for numbers that cannot be meant.
+        """
+
+    @abstractmethod
+    def make(self, numbers: dict[str, Tensor]) -> GradientTransformation:
+        """The inner transformation with these numbers."""
+
+
 def init_with(tx: GradientTransformation, params: Tree, rest: Rest) -> Any:
     """`tx.init(params)`, with moments kept as `rest` decides, also inside transformations that know nothing of it."""
     if isinstance(tx.update, Part):

@@ -1,8 +1,7 @@
-"""A transformation taken apart: the sequence of leaf functions that the compiled step fuses.
+"""A transformation taken apart: the sequence of operations that the compiled step goes through.
 
-The tree of parts is flattened into operations. A `LeafOp` is one elementwise leaf function; neighbours are fused. A
-`GateOp` decides whether the operations behind it take effect. An `OpaqueOp` is anything whose inside is not known, or
-that reduces or needs whole leaves; it runs by itself.
+The tree of parts is flattened. Elementwise leaf functions that follow each other are fused into one kernel; what looks
+at whole trees, or is not known from the inside, stands between.
 """
 
 from collections.abc import Iterator
@@ -12,8 +11,16 @@ from typing import Any, TypeAlias
 from functional_lowbit import _tree
 from functional_lowbit._base import Tree
 from functional_lowbit._observing import Observing
-from functional_lowbit._parts import Composite, Gated
+from functional_lowbit._parts import Composite, Gated, HostGated, Renewing
 from functional_lowbit._rule import Leafwise
+
+
+@dataclass(frozen=True)
+class Behind:
+    """The gates that an operation stands behind."""
+
+    gates: tuple[int, ...] = ()  # it takes effect if all of these are open, which kernels are told in numbers
+    hosts: tuple[int, ...] = ()  # it is run at all if all of these are open, which the host decides
 
 
 @dataclass(frozen=True)
@@ -21,7 +28,21 @@ class LeafOp:
     """One elementwise leaf function."""
 
     rule: Leafwise
-    gates: tuple[int, ...]  # it takes effect if all these gates are open
+    behind: Behind
+
+
+@dataclass(frozen=True)
+class HostGateOp:
+    """An elementwise leaf function, and behind it a gate that the host opens or keeps closed."""
+
+    part: HostGated
+    host: int
+    behind: Behind
+
+    @property
+    def rule(self) -> Leafwise:
+        """The leaf function."""
+        return self.part.rule
 
 
 @dataclass(frozen=True)
@@ -30,7 +51,7 @@ class GateOp:
 
     part: Gated
     gate: int
-    gates: tuple[int, ...]
+    behind: Behind
 
 
 @dataclass(frozen=True)
@@ -38,17 +59,26 @@ class ObserveOp:
     """A look at updates, state and parameters, at some steps."""
 
     part: Observing
-    gates: tuple[int, ...]
+    behind: Behind
+
+
+@dataclass(frozen=True)
+class RenewOp:
+    """Numbers of this step, of which the operations behind it are made."""
+
+    part: Renewing
+    behind: Behind
 
 
 @dataclass(frozen=True)
 class OpaqueOp:
-    """An update function that is called as it is."""
+    """An update function that is called as it is: nothing is known of it, or it reduces or needs whole leaves."""
 
     update: Any
+    behind: Behind
 
 
-Op: TypeAlias = LeafOp | GateOp | ObserveOp | OpaqueOp
+Op: TypeAlias = LeafOp | HostGateOp | GateOp | ObserveOp | RenewOp | OpaqueOp
 
 
 @dataclass(frozen=True)
@@ -56,8 +86,9 @@ class Program:
     """The operations of one part, and the parts inside it in the same order."""
 
     update: Any
-    own: Op | None  # a leaf function, an opaque update, or a gate or a look in front of the inner programs
+    own: Op | None  # what this part does itself, in front of the inner programs
     inner: "tuple[Program, ...]" = ()
+    numbers: tuple[float, ...] | None = None  # that the inner program was last made with, behind a `RenewOp`
 
     def ops(self) -> "Iterator[Op]":
         """All operations, in order."""
@@ -95,23 +126,31 @@ class Program:
 
 def lower(update: Any) -> Program:
     """Take an update function apart."""
-    return _lower(update, (), [0])
+    return _lower(update, Behind(), [0, 0])
 
 
-def _lower(update: Any, gates: tuple[int, ...], counter: list[int]) -> Program:
+def _lower(update: Any, behind: Behind, counters: list[int]) -> Program:
     if isinstance(update, Leafwise) and update.check_declaration() and update.elementwise:
-        return Program(update, LeafOp(update, gates))
+        return Program(update, LeafOp(update, behind))
     if not isinstance(update, Composite):
-        return Program(update, OpaqueOp(update))
+        return Program(update, OpaqueOp(update, behind))
     own: Op | None = None
+    outside, before = behind, list(counters)
     if isinstance(update, Gated):
-        own = GateOp(update, counter[0], gates)
-        gates = (*gates, counter[0])
-        counter[0] += 1
+        own = GateOp(update, counters[0], behind)
+        behind = Behind((*behind.gates, counters[0]), behind.hosts)
+        counters[0] += 1
+    elif isinstance(update, HostGated):
+        own = HostGateOp(update, counters[1], behind)
+        behind = Behind(behind.gates, (*behind.hosts, counters[1]))
+        counters[1] += 1
     elif isinstance(update, Observing):
-        own = ObserveOp(update, gates)
-    inner = tuple(_lower(tx.update, gates, counter) for tx in update.inner)
+        own = ObserveOp(update, behind)
+    elif isinstance(update, Renewing):
+        own = RenewOp(update, behind)
+    inner = tuple(_lower(tx.update, behind, counters) for tx in update.inner)
     if not update.sequential and any(isinstance(op, OpaqueOp) for program in inner for op in program.ops()):
         # What a mask, a gate or low_bit does to an unknown update, only the wrapper itself can do.
-        return Program(update, OpaqueOp(update))
+        counters[:] = before  # kernels are told of gates by position
+        return Program(update, OpaqueOp(update, outside))
     return Program(update, own, inner)

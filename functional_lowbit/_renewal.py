@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from functional_lowbit._parts import Composite, Part
-from functional_lowbit._program import GateOp, LeafOp, ObserveOp, OpaqueOp, Program
+from functional_lowbit._program import OpaqueOp, Program, RenewOp
 from functional_lowbit._rule import Leafwise
 
 
@@ -34,18 +34,46 @@ def renewed(program: Program, update: Any, speaker: str) -> Program:
         return program
     _compare_parts(old, update, speaker)
     if isinstance(old, Leafwise):
-        update = _with_old_function(old, update, speaker, isinstance(own, LeafOp))
-    if isinstance(own, LeafOp):
-        return Program(update, LeafOp(update, own.gates))
+        update = _with_old_function(old, update, speaker, not isinstance(own, OpaqueOp))
     if isinstance(own, OpaqueOp):
         compare(old, update, speaker)
-        return Program(update, OpaqueOp(update))
-    if isinstance(own, GateOp):
-        own = GateOp(update, own.gate, own.gates)
-    elif isinstance(own, ObserveOp):
-        own = ObserveOp(update, own.gates)
-    inner = tuple(renewed(p, tx.update, speaker) for p, tx in zip(program.inner, update.inner, strict=True))
+    if own is not None:
+        own = replace(own, **{name: update for name in ("rule", "part", "update") if name in own.__dataclass_fields__})
+    inside = update.inner if program.inner else ()  # an opaque one's stays closed
+    inner = tuple(renewed(p, tx.update, speaker) for p, tx in zip(program.inner, inside, strict=True))
     return Program(update, own, inner)
+
+
+def renews(program: Program) -> bool:
+    """Whether something inside is made anew from numbers in the state."""
+    return any(isinstance(op, RenewOp) for op in program.ops())
+
+
+def at(program: Program, state: Any, speaker: str, moved: list[Any]) -> Program:
+    """The program with this step's numbers, where transformations are made of numbers in the state.
+
+    Args:
+        program: As it was at the last step.
+        state: Of this step.
+        speaker: Who speaks in errors.
+        moved: Takes the new state of each `RenewOp`, in order.
+
+    Raises:
+        TypeError, ValueError: for numbers that cannot be meant, and for a structure that changes with them.
+    """
+    if not renews(program):
+        return program
+    update, numbers, inner = program.update, program.numbers, program.inner
+    if isinstance(program.own, RenewOp):
+        now, new = update.advance(state)
+        moved.append(new)
+        numbers = tuple(float(x) for x in now.values())
+        if numbers != program.numbers:
+            # Copies: the program stays for as long as the numbers do, whatever becomes of the state's tensors.
+            made = update.make({name: x.detach().clone() for name, x in now.items()})
+            inner = (renewed(inner[0], made.update, speaker),)
+    inner = tuple(at(p, s, speaker, moved) for p, s in zip(inner, update.split(state), strict=True))
+    return Program(update, program.own, inner, numbers)
 
 
 def compare(old: Any, new: Any, speaker: str) -> None:

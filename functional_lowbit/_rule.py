@@ -142,7 +142,7 @@ class Leafwise(Part):
         values = {}
         for name, value in self.hyperparams.items():
             if not isinstance(value, (Tensor, int, float)):
-                with _at_least_float32():
+                with at_least_float32():
                     value = value(state.step)
                 value = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
             if isinstance(value, Tensor):
@@ -344,7 +344,7 @@ def _dtype(value: Any) -> torch.dtype:
 
 
 @contextmanager
-def _at_least_float32() -> Iterator[None]:
+def at_least_float32() -> Iterator[None]:
     """A schedule that divides an int64 step must not round to a default dtype of bfloat16."""
     default = torch.get_default_dtype()
     if default in (torch.float32, torch.float64):

@@ -1,5 +1,6 @@
 """One call of a compiled step: its trees as lists of leaves, and what is known of each leaf."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from functional_lowbit._base import Tree
 from functional_lowbit._grid import Grid
 from functional_lowbit._like_params import as_sharded
 from functional_lowbit._noise import HALF, Noise
+from functional_lowbit._program import Op, Program
 from functional_lowbit._quantized import QuantizedTensor
 from functional_lowbit._rule import Shared
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
@@ -21,6 +23,10 @@ from functional_lowbit.transforms._master import master_of
 class Run:
     """One call of the step: the trees as lists of leaves."""
 
+    program: Program  # with this call's numbers
+    ops: list[Op]
+    master_bits: int  # of the codes; 0 where there are none
+    backend: str | None
     treedef: _tree.TreeDef
     params: list[Tensor]  # as given
     specs: list[ShardSpec | None]
@@ -31,10 +37,14 @@ class Run:
     states: list[Any]  # of each operation
     moments: list[list[tuple[Any, ...]]]  # of each leaf operation, for each leaf
     hypers: list[Any]  # of each leaf operation
+    moved: dict[int, Any]  # the new state of each `RenewOp`
     extra: dict[str, Any]
+    pending: list[list[int]]  # for each leaf, operations that are to be run on it, in order
     as_given: bool = True  # whether updates are as given
     shared: dict[int, Shared] = field(default_factory=dict)
     gates: dict[int, Tensor] = field(default_factory=dict)
+    closed: set[int] = field(default_factory=set)  # gates that the host keeps closed
+    zero: set[int] = field(default_factory=set)  # leaves whose update is 0, whatever `updates` has
     noise: Noise | None = None
     written: bool = False  # whether something has been written in place
 
@@ -48,6 +58,7 @@ class Run:
         For `prepare`, those of master weights are in float32, as their update would see them, if that makes a
         difference to it.
         """
+        self.fill(range(len(self.updates)) if active is None else [i for i, a in enumerate(active) if a])
         leaves = []
         wide = prepare is not None and not getattr(prepare, "any_dtype", False)
         for i, u in enumerate(self.updates):
@@ -69,6 +80,14 @@ class Run:
         """Go on with these updates, sharded like their parameters: what looks at them next may be a global norm."""
         self.updates = [None if u is None else as_sharded(u, p)[0] for u, p in zip(updates, self.params, strict=True)]
         self.as_given = True
+        self.zero.clear()
+
+    def fill(self, leaves: Iterable[int]) -> None:
+        """Write zeros where a leaf's update is 0, since something looks at it."""
+        for i in self.zero.intersection(leaves):
+            self.localize()
+            self.updates[i] = torch.zeros(self.locals[i].shape, dtype=torch.float32, device=self.locals[i].device)
+            self.zero.discard(i)
 
     def localize(self) -> None:
         """Go over to this rank's part of each update."""

@@ -56,9 +56,9 @@ FLOORS = {
     8: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
     | {"transforms._orthogonalize"},
     9: {"_run", "_donate", "_safetensors", "transforms._adam", "transforms._lion"},
-    10: {"_compile", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups", "optim._orphans"}
-    | {"optim._options", "optim._rules"},
-    11: {"optim._groups"},
+    10: {"_begin", "_launch", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"}
+    | {"optim._options", "optim._orphans", "optim._rules"},
+    11: {"_compile", "optim._groups"},
     12: {"optim._param_tree"},
     13: {"optim._saved"},
     14: {"optim._optimizer"},
@@ -215,7 +215,7 @@ def test_the_names_of_the_contract_are_there():
         "GradientTransformation apply_updates leafwise chain identity stateless masked apply_if_finite scale "
         "scale_by_schedule scale_by_learning_rate add_decayed_weights clip clip_by_global_norm trace scale_by_adam "
         "adam adamw adam8bit adamw8bit adam4bit adamw4bit adamfp8 adamwfp8 sgd sgd8bit lion lion8bit scale_by_lion "
-        "master_weights master_params "
+        "master_weights master_params inject_hyperparams multi_steps "
         "low_bit quantize QuantizedTensor describe compile global_norm state_dict load_state_dict checkpoint formats "
         "rounding schedules sharding tree optim"
     )

@@ -260,3 +260,31 @@ def test_groups_added_are_not_groups_given():
         "of the saved one",
         lambda: other.load_state_dict(optimizer.state_dict()),
     )
+
+
+def test_a_function_that_makes_another_kind_of_transformation():
+    """Its states would be others. Nothing is written, and the numbers before are still those of the step."""
+
+    def rule(lr: float, clip: float) -> fl.GradientTransformation:
+        return fl.chain(fl.clip(clip), fl.adamw8bit(lr)) if clip else fl.adamw8bit(lr)
+
+    model, plain = model_of(), model_of()
+    optimizer = Optimizer(model.parameters(), rule, {"lr": 0.1, "clip": 0.0}, backend="eager")
+    train(model, optimizer, range(1))
+    before = numbers(model), state_of(optimizer)["state"]
+    for clip in (1.0, 1.0):
+        optimizer.param_groups[0]["clip"] = clip
+        refuses(
+            ValueError,
+            "Optimizer.step: group 0: the transformation that the function makes must not change its structure with "
+            "its hyperparameters, but LowBit became Chain; make another one for that",
+            optimizer.step,
+        )
+    assert same((numbers(model), state_of(optimizer)["state"]), before)
+    optimizer.param_groups[0].update(lr=0.2, clip=0.0)
+    train(model, optimizer, range(1, 2))
+    second = Optimizer(plain.parameters(), rule, {"lr": 0.1, "clip": 0.0}, backend="eager")
+    train(plain, second, range(1))
+    second.param_groups[0]["lr"] = 0.2
+    train(plain, second, range(1, 2))
+    assert same(numbers(model), numbers(plain))

@@ -145,8 +145,7 @@ class Optimizer(Saved):
         Before the first step they may be: Accelerate puts the sharded parameters into the groups, each where the whole
         one was, and moves the model after the optimizer was made. Then the state is made anew, for them.
         """
-        places = {name: place for tree in self._trees for name, place in zip(tree.params, tree.places, strict=True)}
-        if self._is_untouched and are_like(self._given, places, self.param_groups):
+        if self._is_untouched and are_like(self._given, self._places(), self.param_groups):
             old = self._trees, self._given, dict(self.state)
             self._trees, self._given = [], []
             self.state.clear()
@@ -159,6 +158,10 @@ class Optimizer(Saved):
                 self.state.update(old[2])
                 raise
         check_params(speaker, self._given, self.param_groups)
+
+    def _places(self) -> dict[str, Any]:
+        """Where each parameter was when its tree was made, by name."""
+        return {name: place for tree in self._trees for name, place in zip(tree.params, tree.places, strict=True)}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

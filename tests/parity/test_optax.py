@@ -50,6 +50,20 @@ def warmup(o: Any) -> Any:
     return o.schedules.warmup_cosine_decay_schedule(0.0, LR, 5, 15, 1e-3)
 
 
+def float32_of(o: Any) -> dict[str, Any]:
+    """What ours does by default, and optax by request."""
+    return {"hyperparam_dtype": jnp.float32} if o is optax else {}
+
+
+def multi_steps(o: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """optax's is a class."""
+    return (
+        o.MultiSteps(tx, *args, **kwargs).gradient_transformation()
+        if o is optax
+        else fl.multi_steps(tx, *args, **kwargs)
+    )
+
+
 CASES: dict[str, Callable[[Any], Any]] = {
     "adam": lambda o: o.adam(LR),
     "adam_betas": lambda o: o.adam(LR, b1=0.8, b2=0.95, eps=1e-6),
@@ -91,6 +105,22 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "scale_by_factored_rms": lambda o: o.chain(o.scale_by_factored_rms(min_dim_size_to_factor=4), o.scale(-LR)),
     "scale_by_factored_rms_whole": lambda o: o.chain(o.scale_by_factored_rms(factored=False), o.scale(-LR)),
     "apply_if_finite": lambda o: o.apply_if_finite(o.adamw(LR, weight_decay=0.1), 2),
+    "inject_hyperparams": lambda o: o.inject_hyperparams(o.adamw, **float32_of(o))(
+        warmup(o), b1=o.schedules.linear_schedule(0.9, 0.8, 15), weight_decay=0.1
+    ),
+    "inject_hyperparams_derived": lambda o: o.inject_hyperparams(
+        lambda learning_rate, ratio: o.adamw(learning_rate, weight_decay=ratio * learning_rate), **float32_of(o)
+    )(warmup(o), ratio=10.0),
+    "inject_hyperparams_static": lambda o: o.inject_hyperparams(o.adamw, "mask", **float32_of(o))(
+        LR, weight_decay=0.5, mask=matrices
+    ),
+    "multi_steps": lambda o: multi_steps(o, o.adamw(LR, weight_decay=0.1), 3),
+    "multi_steps_sum": lambda o: multi_steps(o, o.adamw(LR), 2, use_grad_mean=False),
+    "multi_steps_of_1": lambda o: multi_steps(o, o.adamw(LR), 1),
+    "multi_steps_schedule": lambda o: multi_steps(
+        o, o.chain(o.clip_by_global_norm(1.0), o.sgd(LR, momentum=0.9)), lambda step: 1 + step % 3
+    ),
+    "multi_steps_in_a_chain": lambda o: o.chain(multi_steps(o, o.sgd(LR), 2), o.add_decayed_weights(LR)),
 }
 BROKEN_STEPS = (3, 8, 9)  # of apply_if_finite: an Inf or a NaN in one element, at most as often in a row as it allows
 
@@ -300,6 +330,9 @@ def fields(state: Any) -> dict[str, Any]:
         ("trace", {"trace"}),
         ("scale_by_schedule", {"step"}),
         ("apply_if_finite", {"notfinite_count", "last_finite", "total_notfinite", "step", "mu", "nu"}),
+        ("multi_steps", {"mini_step", "gradient_step", "acc_grads", "step", "mu", "nu"}),
+        ("multi_steps_schedule", {"mini_step", "gradient_step", "acc_grads", "trace"}),
+        ("inject_hyperparams", {"step", "mu", "nu"}),
     ],
 )
 def test_state_means_the_same(case, names):
@@ -335,6 +368,7 @@ DIFFERENCES: dict[tuple[str, str], str] = {
     ("masked", "mask_compatible_extra_args"): "extra arguments are passed on as they are: not built",
     ("apply_if_finite", "max_consecutive_errors"): "optax has no default; ours is the 5 of its documentation",
     ("scale_by_learning_rate", "learning_rate"): "optax lets it be left out, and then returns the identity",
+    ("inject_hyperparams", "hyperparam_dtype"): "float32, whatever the parameters are",
     ("scale_by_factored_rms", "decay_rate_fn"): "a function of two numbers beside schedules: not built",
     ("apply_updates", "rounding"): "ours: stochastic rounding of low-precision parameters",
     ("apply_updates", "key"): "belongs to rounding",

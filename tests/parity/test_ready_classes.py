@@ -117,6 +117,10 @@ def test_bitsandbytes_does_not_round_to_the_nearest():
         assert (errors[0] <= errors[1] + 1e-6).all()
         print(f"{int((errors[0] < errors[1] - 1e-6).sum())} of {y.numel()} are farther")
         assert (errors[0] < errors[1] - 1e-6).any()
+    small = torch.logspace(-12, -6, 255)
+    table = bitsandbytes.functional.create_dynamic_map(signed=False)
+    codes, scales = torch.ops.bitsandbytes.quantize_blockwise(torch.cat([small, torch.ones(1)])[None], table, 256)
+    assert table[codes.flatten().long()][:-1].unique().tolist() == [pytest.approx(1.5625e-5)]
 
 
 def test_what_bitsandbytes_does_otherwise():

@@ -1,0 +1,187 @@
+"""multi_steps: accumulate the gradients of several mini-steps, and make one step of them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from functional_lowbit import _check, _tree
+from functional_lowbit._base import GradientTransformation, Moment, Signed, Tree, call_update
+from functional_lowbit._like_params import rest_in_float32
+from functional_lowbit._parts import HostGated, Rest, init_with
+from functional_lowbit._rule import Leafwise
+
+EveryK: TypeAlias = int | Callable[[Tensor], int | Tensor]
+"""Mini-steps for each step: a number, or a function of `gradient_step`, int64[]."""
+
+
+class MultiStepsState(NamedTuple):
+    """Where in a cycle of mini-steps it is, and what they have accumulated."""
+
+    mini_step: Tensor  # int64[]; gradients accumulated since the last step, 0 to k - 1
+    gradient_step: Tensor  # int64[]; steps of the inner transformation made so far
+    inner_opt_state: Any
+    acc_grads: Signed  # float32, like params; mean or sum of the gradients since then. None if k is the number 1
+    skip_state: Any = ()  # optax's; nothing is skipped here
+
+
+class MultiSteps(HostGated):
+    """The `update` of `multi_steps`."""
+
+    def __init__(self, inner: GradientTransformation, every_k: EveryK, use_grad_mean: bool):
+        self.inner = (inner,)
+        self.every_k = every_k
+        self.accumulates = every_k != 1
+        self.rule = Leafwise(
+            name="multi_steps",
+            update_leaf=(_mean if use_grad_mean else _sum) if self.accumulates else _pass,
+            state_class=MultiStepsState,
+            moments={"acc_grads": Moment(signed=True)} if self.accumulates else {},
+            statistics={},
+            hyperparams={},
+            scalars=self._count,
+            prepare=None,
+            init_leaf=None,
+            init_shared={},
+            elementwise=True,
+            reduces=False,
+            needs_params=False,
+        )
+
+    def structure(self) -> Any:
+        """Whether there is an accumulator."""
+        return self.accumulates
+
+    def init(self, params: Tree) -> MultiStepsState:
+        """Counters at 0, an accumulator of zeros, and the inner state."""
+        return self.init_state(params, rest_in_float32)
+
+    def init_state(self, params: Tree, rest: Rest) -> MultiStepsState:
+        """Counters at 0, an accumulator of zeros, and the inner state."""
+        leaves, treedef = _tree.flatten(params)
+        paths = _tree.names(treedef)
+        _check.params("multi_steps.init", paths, leaves)
+        acc_grads = None
+        if self.accumulates:
+            moment = self.rule.moments["acc_grads"]
+            kept = [rest("acc_grads", moment, path, p, None) for path, p in zip(paths, leaves, strict=True)]
+            acc_grads = _tree.unflatten(treedef, kept)
+        return MultiStepsState(
+            mini_step=torch.zeros((), dtype=torch.int64, device="cpu"),
+            gradient_step=torch.zeros((), dtype=torch.int64, device="cpu"),
+            inner_opt_state=init_with(self.inner[0], params, rest),
+            acc_grads=acc_grads,
+        )
+
+    def split(self, state: Any) -> Sequence[Any]:
+        """The inner state."""
+        _check.state_class("multi_steps.update", state, MultiStepsState)
+        return (state.inner_opt_state,)
+
+    def join(self, state: Any, states: Sequence[Any]) -> MultiStepsState:
+        """The same accumulator around a new inner state."""
+        return state._replace(inner_opt_state=states[0])
+
+    def opens(self, state: Any) -> bool:
+        """Whether this mini-step completes a step."""
+        return int(state.mini_step) + 1 >= self._k(state.gradient_step)
+
+    def _k(self, gradient_step: Tensor) -> int:
+        """Mini-steps of the step that is being made."""
+        k = self.every_k(gradient_step) if callable(self.every_k) else self.every_k
+        if isinstance(k, Tensor) and k.ndim == 0 and not k.is_floating_point() and k.dtype != torch.bool:
+            k = int(k)
+        if not _is_count(k):
+            raise ValueError(
+                f"multi_steps: every_k_schedule must return an int of at least 1, got {k!r} at gradient_step "
+                f"{int(gradient_step)}"
+            )
+        return k
+
+    def _count(self, s: Any, h: Any) -> dict[str, Tensor]:
+        """What the leaf function is given, and how the counters go on."""
+        n = s.mini_step + 1
+        completes = n >= self._k(s.gradient_step)
+        return {
+            "n": n,
+            "begins": s.mini_step == 0,
+            "completes": completes,
+            "mini_step": torch.where(completes, 0, n),
+            "gradient_step": s.gradient_step + completes,
+        }
+
+    def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
+        """The inner update of what was accumulated, or zeros."""
+        inner_state, opens = self.split(state)[0], self.opens(state)
+        updates, new = self.rule(updates, state, params)
+        if not opens:
+            return _tree.map_leaves(torch.zeros_like, updates), new
+        updates, inner_state = call_update(self.inner[0].update, updates, inner_state, params, extra)
+        return updates, self.join(new, [inner_state])
+
+
+# A step begins anew whatever the accumulator holds, so that a NaN or a leaf without gradient leaves nothing behind.
+
+
+def _mean(g: Tensor, s: MultiStepsState, p: Any, c: Any) -> tuple[Tensor, MultiStepsState]:
+    mean = torch.where(c.begins > 0, g, s.acc_grads + (g - s.acc_grads) / c.n)  # Welford's
+    return mean, s._replace(acc_grads=torch.where(c.completes > 0, 0.0, mean))
+
+
+def _sum(g: Tensor, s: MultiStepsState, p: Any, c: Any) -> tuple[Tensor, MultiStepsState]:
+    total = torch.where(c.begins > 0, g, g + s.acc_grads)
+    return total, s._replace(acc_grads=torch.where(c.completes > 0, 0.0, total))
+
+
+def _pass(g: Tensor, s: MultiStepsState, p: Any, c: Any) -> tuple[Tensor, MultiStepsState]:
+    return g, s
+
+
+def _is_count(k: Any) -> bool:
+    return isinstance(k, int) and not isinstance(k, bool) and k >= 1
+
+
+def multi_steps(
+    tx: GradientTransformation, every_k_schedule: EveryK, use_grad_mean: bool = True
+) -> GradientTransformation:
+    """Accumulate gradients over k calls, the mini-steps, and make one step of `tx` with their mean.
+
+    Updates are zeros at the mini-steps before the last one of each step. There a compiled step runs nothing of `tx`,
+    and touches no parameters if nothing adds to the zeros behind it. Mini-steps and steps are counted on the CPU.
+
+    Args:
+        tx: The transformation. It is given the mean at every k-th call, in the gradients' dtype.
+        every_k_schedule: k, at least 1; or a function of `gradient_step` (int64[], steps made so far) that returns it.
+            The int 1 accumulates nothing and takes no memory.
+        use_grad_mean: The mean of the gradients, or their sum.
+
+    Returns:
+        A transformation with a `MultiStepsState`. `low_bit(multi_steps(tx, k))` stores the accumulator in few bits as
+        any other moment, and rounds it at each mini-step; `multi_steps(low_bit(tx), k)`, or a format for each field
+        without `acc_grads`, keeps it in float32. A gradient of None leaves its leaf out of that mini-step, and at a
+        last one out of the step; what the leaf has accumulated is dropped with the next gradient that begins a step.
+
+    Raises:
+        TypeError: if `tx` is no GradientTransformation.
+        ValueError: for a k that is no int or below 1, here or when the function returns it.
+
+    References:
+        optax.MultiSteps, without `should_skip_update_fn`: `apply_if_finite` around it leaves out a mini-step.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> tx, params = fl.multi_steps(fl.sgd(1.0), every_k_schedule=2), torch.zeros(1)
+        >>> first, state = tx.update(torch.tensor([1.0]), tx.init(params))
+        >>> second, state = tx.update(torch.tensor([3.0]), state)
+        >>> first, second, state.gradient_step
+        (tensor([0.]), tensor([-2.]), tensor(1))
+    """
+    _check.transformation("multi_steps", "tx", tx)
+    if not callable(every_k_schedule) and not _is_count(every_k_schedule):
+        raise ValueError(
+            "multi_steps: every_k_schedule must be an int of at least 1, or a function of gradient_step to one, got "
+            f"{every_k_schedule!r}"
+        )
+    part = MultiSteps(tx, every_k_schedule, use_grad_mean)
+    return GradientTransformation(part.init, part)
