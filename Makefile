@@ -17,12 +17,13 @@ JOBS        ?= 2
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test parity bench lint format types wheel-check clean distclean
+.PHONY: help demo test parity hosts bench lint format types wheel-check clean distclean
 
 help:
 	@echo 'make demo [DEMO_ARGS="--steps 20"]    train a small model, 8-bit beside fp32; writes demo.png'
 	@echo 'make test [PYTEST_ARGS="-k adam -x"]  tests and doctests'
 	@echo 'make parity [PYTEST_ARGS=...]         compare with optax, torchao and bitsandbytes (own environment)'
+	@echo 'make hosts [PYTEST_ARGS=...]          train with Trainer, Accelerate, Lightning, torchtitan, DDP, FSDP2 (same one)'
 	@echo 'make bench [BENCH_ARGS=...]           time a step beside torch fused AdamW and torchao (own environment)'
 	@echo 'make lint | format | types            ruff check, ruff format, pyright'
 	@echo 'make wheel-check                      build the wheel and try it from another folder'
@@ -37,6 +38,9 @@ test: $(VENV)/.installed-test
 
 parity: $(PARITY_VENV)/.installed-parity
 	$(PARITY_VENV)/bin/python -m pytest tests/parity $(PYTEST_ARGS)
+
+hosts: $(PARITY_VENV)/.installed-torchtitan
+	$(PARITY_VENV)/bin/python -m pytest tests/hosts $(PYTEST_ARGS)
 
 bench: $(PARITY_VENV)/.installed-parity
 	$(PARITY_VENV)/bin/python benchmarks/step_time.py $(BENCH_ARGS)
@@ -77,3 +81,8 @@ $(1)/.installed-%: pyproject.toml constraints.txt | $(1)/.created
 endef
 $(eval $(call environment,$(VENV)))
 $(eval $(call environment,$(PARITY_VENV)))
+
+# Without its dependencies: loggers and data sets of 400 MB, which the optimizer's part does not import.
+$(PARITY_VENV)/.installed-torchtitan: $(PARITY_VENV)/.installed-hosts
+	$(PARITY_VENV)/bin/python -m pip install --progress-bar off $(PIP_FLAGS) -c constraints.txt --no-deps torchtitan
+	@touch $@
