@@ -106,7 +106,7 @@ class MultiSteps(HostGated):
         return {
             "n": n,
             "begins": s.mini_step == 0,
-            "completes": completes,
+            "goes_on": ~completes,
             "mini_step": torch.where(completes, 0, n),
             "gradient_step": s.gradient_step + completes,
         }
@@ -121,17 +121,22 @@ class MultiSteps(HostGated):
         return updates, self.join(new, [inner_state])
 
 
-# A step begins anew whatever the accumulator holds, so that a NaN or a leaf without gradient leaves nothing behind.
-
-
 def _mean(g: Tensor, s: MultiStepsState, p: Any, c: Any) -> tuple[Tensor, MultiStepsState]:
-    mean = torch.where(c.begins > 0, g, s.acc_grads + (g - s.acc_grads) / c.n)  # Welford's
-    return mean, s._replace(acc_grads=torch.where(c.completes > 0, 0.0, mean))
+    mean = torch.where(_begins(g, c), g, s.acc_grads + (g - s.acc_grads) / c.n)  # Welford's
+    return mean, s._replace(acc_grads=mean * c.goes_on)
 
 
 def _sum(g: Tensor, s: MultiStepsState, p: Any, c: Any) -> tuple[Tensor, MultiStepsState]:
-    total = torch.where(c.begins > 0, g, g + s.acc_grads)
-    return total, s._replace(acc_grads=torch.where(c.completes > 0, 0.0, total))
+    total = torch.where(_begins(g, c), g, g + s.acc_grads)
+    return total, s._replace(acc_grads=total * c.goes_on)
+
+
+def _begins(g: Tensor, c: Any) -> Tensor:
+    """Whether a step begins, so that what is left of a NaN, or of a leaf that had no gradient then, is not read.
+
+    It is asked of each element: a condition on a number is a jump to gcc, which then takes elements one by one.
+    """
+    return c.begins + 0.0 * g > 0
 
 
 def _pass(g: Tensor, s: MultiStepsState, p: Any, c: Any) -> tuple[Tensor, MultiStepsState]:
