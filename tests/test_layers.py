@@ -58,7 +58,7 @@ FLOORS = {
     8: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
     | {"transforms._orthogonalize"},
     9: {"_run", "_donate", "_safetensors", "transforms._adam", "transforms._lion"},
-    10: {"_begin", "_launch", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"},
+    10: {"_begin", "_finish", "_launch", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"},
     11: {"_compile", "optim._groups"},
     12: {"optim._param_tree"},
     13: {"optim._optimizer"},
