@@ -15,6 +15,7 @@ from functional_lowbit._backends import Kernel
 from functional_lowbit._base import GradientTransformation, Tree, call_update
 from functional_lowbit._begin import begin
 from functional_lowbit._donate import apart, copy_leaf, into_old, storages
+from functional_lowbit._finish import write_shared
 from functional_lowbit._kernel import KernelKey
 from functional_lowbit._launch import ONE, Result, flush, launch
 from functional_lowbit._low_bit import read_moments
@@ -22,7 +23,6 @@ from functional_lowbit._noise import Noise
 from functional_lowbit._program import GateOp, HostGateOp, LeafOp, OpaqueOp, Program, RenewOp, lower
 from functional_lowbit._renewal import compare, renewed
 from functional_lowbit._run import Run, block_size_of
-from functional_lowbit.sharding import local_of
 from functional_lowbit.transforms._master import MasterWeights
 
 
@@ -139,7 +139,7 @@ class Step:
             else:
                 new_states[i] = op.part.pass_by(run.states[i])
         launch(run, self._used, every, Result.APPLIED)
-        _write_shared(run, new_states)
+        write_shared(run, new_states)
         inner = state if self._master is None else state.inner_state
         inner = run.program.rebuild(inner, iter(new_states))
         return inner if self._master is None else state._replace(inner_state=inner)
@@ -176,48 +176,6 @@ def _call_opaque(run: Run, op: OpaqueOp, state: Any) -> Any:
     run.written = True
     run.take([apart(u, written) for u in us])
     return into_old(new_state, state, written)
-
-
-def _write_shared(run: Run, new_states: list[Any]) -> None:
-    """Let counters and other shared state go on, where the gates are open."""
-    run.written = True
-    for i, op in enumerate(run.ops):
-        old = run.states[i]
-        if isinstance(op, OpaqueOp) or not run.closed.isdisjoint(op.behind.hosts):
-            continue
-        if isinstance(op, (LeafOp, HostGateOp)):
-            news = run.shared[i].state
-        else:
-            news = {n: v for n, v in new_states[i]._asdict().items() if v is not getattr(old, n)}
-        gates = [run.gates[gate] for gate in op.behind.gates]
-        for name, new in news.items():
-            _write(getattr(old, name), new, gates)
-        new_states[i] = old
-
-
-def _write(old: Tree, new: Tree, gates: list[Tensor]) -> None:
-    """Write a tree into an old one's tensors. In a dict of numbers, one may be a Python number that a user has set."""
-    if isinstance(old, dict):
-        for name, value in new.items():
-            if isinstance(value, Tensor) and not _fits(value, old[name]):
-                old[name] = _gated(value, torch.as_tensor(old[name], dtype=value.dtype, device=value.device), gates)
-            else:
-                _write(old[name], value, gates)
-        return
-    for place, value in zip(_tree.leaves(old), _tree.leaves(new), strict=True):
-        if place is not value:
-            local_of(place).copy_(_gated(local_of(value), local_of(place), gates))
-
-
-def _fits(new: Tensor, place: Any) -> bool:
-    return isinstance(place, Tensor) and place.dtype == new.dtype
-
-
-def _gated(new: Tensor, old: Tensor, gates: list[Tensor]) -> Tensor:
-    """The new numbers, or the old ones where a gate is closed."""
-    for gate in gates:
-        new = torch.where(gate.to(new.device), new, old)
-    return new
 
 
 def _unwrap_master(update: Any) -> tuple[MasterWeights | None, Any]:
