@@ -57,16 +57,10 @@ FLOORS = {
     }
     | {f"transforms.{x}" for x in ("_centralize", "_factored", "_inject", "_multi_steps", "_trust_ratio")},
     8: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
-<<<<<<< HEAD
     | {"transforms._orthogonalize", "transforms._partition"},
     9: {"_offload", "_run", "_donate", "_safetensors", "transforms._adam", "transforms._freeze", "transforms._lion"},
-    10: {"_begin", "_launch", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"}
+    10: {"_begin", "_finish", "_launch", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"}
     | {"optim._options", "optim._orphans", "optim._rules"},
-=======
-    | {"transforms._orthogonalize"},
-    9: {"_run", "_donate", "_safetensors", "transforms._adam", "transforms._lion"},
-    10: {"_begin", "_finish", "_launch", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"},
->>>>>>> w-engine
     11: {"_compile", "optim._groups"},
     12: {"optim._param_tree"},
     13: {"optim._saved"},
