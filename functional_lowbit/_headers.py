@@ -55,7 +55,7 @@ def read_params(speaker: str, path: Path) -> dict[str, Tensor]:
         warnings.warn(
             f"{speaker}: {len(left_out)} tensors of {str(path)!r} are not floating-point and were left out, the first "
             f"is {left_out[0]}",
-            stacklevel=4,
+            stacklevel=5,  # whoever called memory_plan
         )
     return found
 
@@ -90,16 +90,12 @@ def _header(speaker: str, file: Path) -> dict[str, Any]:
         length = int.from_bytes(opened.read(8), "little")
         header = opened.read(length) if 2 <= length <= LIMIT else b""
     if not header.startswith(b"{") or len(header) < length:
-        raise ValueError(
-            f"{speaker}: {str(file)!r} has no header of a safetensors file; it is damaged, or another kind"
-        )
+        raise ValueError(f"{speaker}: {str(file)!r} has no safetensors header; it is damaged, or of another kind")
     document = _json(speaker, file, header)
     document.pop("__metadata__", None)
     for name, entry in document.items():
         if not isinstance(entry, dict) or not {"dtype", "shape"} <= entry.keys():
-            raise ValueError(
-                f"{speaker}: the header of {str(file)!r} says no dtype and shape of {name!r}; it is damaged"
-            )
+            raise ValueError(f"{speaker}: {str(file)!r} is damaged: its header gives {name!r} no dtype and shape")
     return document
 
 
