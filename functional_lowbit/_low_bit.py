@@ -110,6 +110,10 @@ class LowBit(Composite):
             return format.block_size
         return min((f.block_size for f in self.by_field.values() if f.scaled), default=format.block_size)
 
+    def structure(self) -> Any:
+        """How moments are stored."""
+        return self.by_field or self.format, self.block_size, self.min_size
+
     def split(self, state: Any) -> Sequence[Any]:
         """The state itself: it has the inner structure."""
         return (state,)

@@ -33,7 +33,7 @@ FLOORS = {
     | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
     3: {"_check", "formats", "_collectives", "_current", "_index", "_parts", "_plan_params", "_planned_mesh", "_task"},
     4: {"_quantized", "_exact_sum", "_like_params", "_norm", "_statistics", "_whole", "schedules"},
-    5: {"_rule", "reduce", "tree"},
+    5: {"_observing", "_rule", "reduce", "tree"},
     6: {
         "_leafwise",
         "_low_bit",
@@ -50,13 +50,13 @@ FLOORS = {
         "_memory_plan",
         "_native",
         "_reading",
+        "_renewal",
         "transforms._chain",
         "transforms._clip",
         "transforms._masked",
         "transforms._scale",
     }
-    | {"transforms._centralize", "transforms._factored", "transforms._trust_ratio"}
-    | {"_memory_plan"},
+    | {"transforms._centralize", "transforms._factored", "transforms._trust_ratio"},
     8: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
     | {"transforms._orthogonalize"},
     9: {"_run", "_donate", "_safetensors", "transforms._adam", "transforms._lion"},
