@@ -27,6 +27,7 @@ FLOORS = {
         "_headers",
         "_model_config",
         "_report",
+        "_error_report",
     },
     1: {"_folder", "_tree", "_grid", "formats._format", "_cpp_source", "_cpp_norm"},
     2: {"_guard", "_interrupted", "sharding"}
@@ -48,6 +49,7 @@ FLOORS = {
     },
     7: {
         "_memory_plan",
+        "_quantization_error",
         "_native",
         "_reading",
         "_renewal",
@@ -58,7 +60,7 @@ FLOORS = {
     }
     | {"transforms._centralize", "transforms._factored", "transforms._trust_ratio"},
     8: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
-    | {"transforms._orthogonalize"},
+    | {"transforms._orthogonalize", "transforms._record_error"},
     9: {"_run", "_donate", "_safetensors", "transforms._adam", "transforms._lion"},
     10: {"_compile", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"},
     11: {"optim._groups", "optim._param_tree"},
