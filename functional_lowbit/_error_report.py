@@ -26,7 +26,7 @@ class ErrorReport(NamedTuple):
         return {"step": self.step, "rows": [row._asdict() for row in self.rows]}
 
     def __str__(self) -> str:
-        cells = [("path", "what", "format", "error", "mean", "largest")]
+        cells: list[tuple[str, ...]] = [("path", "what", "format", "error", "mean", "largest")]
         for row in self.rows:
             numbers = [f"{100 * x:.3f} %" for x in (row.error, row.mean, row.largest)]
             cells.append((row.path, row.what, row.format, *numbers))

@@ -17,6 +17,10 @@ from functional_lowbit._quantization_error import UPDATE, at_paths, by_path, err
 from functional_lowbit._quantized import QuantizedTensor
 
 
+Numbers = tuple[float, float, float]
+"""The error of the last look, the mean and the largest."""
+
+
 class QuantizationErrorState(NamedTuple):
     """Errors of the moments and of the update, by the moment's name or "update"; all on the CPU, the same on each rank.
 
@@ -189,7 +193,9 @@ def quantization_error(
     if params is not None:
         grads = like_params("quantization_error", grads, params)
     errors = errors_of(tx.update, grads, state, params, extra, leaves_stand_alone(tx.update))
-    found = {name: {path: (float(e),) * 3 for path, e in of.items()} for name, of in errors.items()}
+    found: dict[str, dict[str, Numbers]] = {
+        name: {path: (float(e), float(e), float(e)) for path, e in of.items()} for name, of in errors.items()
+    }
     return ErrorReport(_rows(state, found, dict.fromkeys(errors[UPDATE], 1)))
 
 
@@ -219,14 +225,15 @@ def recorded_quantization_error(state: Any) -> ErrorReport:
             "fl.record_quantization_error(tx)"
         )
     looks = {path: int(n) for path, n in by_path(own.looks).items() if int(n)}
-    found: dict[str, dict[str, tuple[float, ...]]] = {}
+    found: dict[str, dict[str, Numbers]] = {}
     for name in own.last:
         kinds = [by_path(trees[name]) for trees in (own.last, own.mean, own.largest)]
-        found[name] = {path: tuple(float(kind[path]) for kind in kinds) for path in kinds[0] if path in looks}
+        last, mean, largest = ({path: float(x) for path, x in kind.items()} for kind in kinds)
+        found[name] = {path: (last[path], mean[path], largest[path]) for path in last if path in looks}
     return ErrorReport(_rows(own.inner_state, found, looks), int(own.last_step) if looks else None)
 
 
-def _rows(state: Any, errors: dict[str, dict[str, tuple[float, ...]]], looks: dict[str, int]) -> tuple[ErrorRow, ...]:
+def _rows(state: Any, errors: dict[str, dict[str, Numbers]], looks: dict[str, int]) -> tuple[ErrorRow, ...]:
     """Leaf by leaf: its moments, then its update."""
     resting = {name: {p: _format(x) for p, x in by_path(tree).items()} for name, tree in moment_trees(state).items()}
     rows = []
