@@ -4,6 +4,7 @@ from functional_lowbit import (
     checkpoint as checkpoint,
     formats as formats,
     optim as optim,
+    plot as plot,
     reduce as reduce,
     rounding as rounding,
     schedules as schedules,

@@ -61,7 +61,7 @@ FLOORS = {
     | {"transforms._centralize", "transforms._factored", "transforms._trust_ratio"},
     8: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
     | {"transforms._orthogonalize", "transforms._record_error"},
-    9: {"_run", "_donate", "_safetensors", "transforms._adam", "transforms._lion"},
+    9: {"_run", "_donate", "_safetensors", "plot", "transforms._adam", "transforms._lion"},
     10: {"_compile", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"},
     11: {"optim._groups", "optim._param_tree"},
     12: {"optim._optimizer"},
@@ -185,7 +185,18 @@ def test_a_dtensor_is_rebuilt_from_its_global_shape_and_stride(name):
 
 def _public() -> dict[str, object]:
     found: dict[str, object] = {}
-    for space in (fl, fl.checkpoint, fl.formats, fl.optim, fl.reduce, fl.rounding, fl.schedules, fl.sharding, fl.tree):
+    for space in (
+        fl,
+        fl.checkpoint,
+        fl.formats,
+        fl.optim,
+        fl.plot,
+        fl.reduce,
+        fl.rounding,
+        fl.schedules,
+        fl.sharding,
+        fl.tree,
+    ):
         for name, value in vars(space).items():
             ours = str(getattr(value, "__module__", "")).startswith("functional_lowbit")
             if not name.startswith("_") and ours and (inspect.isclass(value) or inspect.isfunction(value)):
@@ -227,6 +238,6 @@ def test_the_names_of_the_contract_are_there():
         "adam adamw adam8bit adamw8bit adam4bit adamw4bit adamfp8 adamwfp8 sgd sgd8bit lion lion8bit scale_by_lion "
         "master_weights master_params "
         "low_bit quantize QuantizedTensor describe compile global_norm state_dict load_state_dict checkpoint formats "
-        "rounding schedules sharding tree optim memory_plan"
+        "rounding schedules sharding tree optim memory_plan quantization_error record_quantization_error plot"
     )
     assert [name for name in names.split() if not hasattr(fl, name)] == []
