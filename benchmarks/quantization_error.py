@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import byte_lm
 from byte_lm import B1, B2, CLIP, DECAY, EPS, decays
 
+from functional_lowbit._error_report import ErrorReport
 
-def train(format: str, args: argparse.Namespace) -> list[fl.plot.ErrorReport]:
+
+def train(format: str, args: argparse.Namespace) -> list[ErrorReport]:
     """The reports of one training, one for each look."""
     model = byte_lm.build_model(args)
     params = dict(model.named_parameters())
@@ -42,7 +45,7 @@ def train(format: str, args: argparse.Namespace) -> list[fl.plot.ErrorReport]:
     return history
 
 
-def print_errors(format: str, report: fl.plot.ErrorReport) -> None:
+def print_errors(format: str, report: ErrorReport) -> None:
     cells = []
     for what in ("mu", "nu", "update"):
         errors = {row.path: 100 * row.error for row in report.rows if row.what == what and row.format == format}
@@ -60,7 +63,7 @@ def print_times(args: argparse.Namespace, rounds: int = 15) -> None:
         inner = fl.adamw8bit(1e-3)
         tx = fl.chain(fl.clip_by_global_norm(CLIP), fl.record_quantization_error(inner, every) if every else inner)
         own = {n: p.clone() for n, p in params.items()}
-        kinds[name] = lambda step=fl.compile(tx), state=tx.init(own), own=own: step(grads, state, own)
+        kinds[name] = partial(fl.compile(tx), grads, tx.init(own), own)
     times: dict[str, list[float]] = {name: [] for name in kinds}
     for name in [*kinds, *rounds * list(kinds)]:
         start = time.perf_counter()
