@@ -159,6 +159,29 @@ def test_recording_changes_nothing(make):
         assert same(got, (wanted, state))
 
 
+ONLY_W = {"w": True, "v": False, "b": False}
+AROUND = {
+    "masked inside": lambda: fl.record_quantization_error(fl.masked(fl.adam8bit(0.1), ONLY_W), every=2),
+    "masked outside": lambda: fl.masked(fl.record_quantization_error(fl.adam8bit(0.1), every=2), ONLY_W),
+    "sums": lambda: fl.record_quantization_error(fl.chain(fl.adam8bit(0.1), fl.scale_by_trust_ratio()), every=2),
+    "whole matrices": lambda: fl.record_quantization_error(fl.low_bit(fl.scale_by_muon()), every=2),
+    "a gate inside": lambda: fl.record_quantization_error(fl.apply_if_finite(fl.adam8bit(0.1)), every=2),
+    "masters inside": lambda: fl.record_quantization_error(fl.master_weights(fl.adam8bit(0.1)), every=2),
+    "a user's pair": lambda: fl.record_quantization_error(fl.low_bit(averaged()), every=2),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_around_anything_and_inside_anything(name):
+    tx, params, grads = AROUND[name](), _params(), _grads(3)
+    wanted = run_pure(tx, params, grads)
+    assert same(run_step(fl.compile(tx, backend="eager"), clone(params), grads, tx.init(params)), wanted)
+    errors = {row.path: row.error for row in fl.recorded_quantization_error(wanted[1]).rows if row.what == "update"}
+    assert errors["w"] > 0
+    if "masked" in name:
+        assert errors.get("v", 0.0) == 0
+
+
 def test_what_is_recorded():
     params, grads = _params(), _grads(5)
     inner = fl.adam8bit(0.1)

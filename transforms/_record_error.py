@@ -15,6 +15,7 @@ from functional_lowbit._observing import Observing
 from functional_lowbit._parts import Rest, init_with
 from functional_lowbit._quantization_error import UPDATE, at_paths, by_path, errors_of, leaves_stand_alone, moment_trees
 from functional_lowbit._quantized import QuantizedTensor
+from functional_lowbit.transforms._masked import MaskedNode
 
 Numbers = tuple[float, float, float]
 """The error of the last look, the mean and the largest."""
@@ -94,6 +95,8 @@ class RecordQuantizationError(Observing):
         """Look at every leaf that has a gradient."""
         if self._alone is None:
             self._alone = leaves_stand_alone(self.inner[0].update)
+        updates = _with_masks(state.looks, updates)
+        params = None if params is None else _with_masks(state.looks, params)
         errors = errors_of(self.inner[0].update, updates, state.inner_state, params, extra, self._alone)
         step = state.step + 1
         looks = at_paths(lambda path, n: n + 1 if path in errors[UPDATE] else n, state.looks)
@@ -243,6 +246,16 @@ def _rows(state: Any, errors: dict[str, dict[str, Numbers]], looks: dict[str, in
         kinds[UPDATE] = " and ".join(dict.fromkeys(kinds.values()))
         rows += [ErrorRow(path, name, kinds[name], *of[path], n) for name, of in errors.items() if path in of]
     return tuple(rows)
+
+
+def _with_masks(like: Tree, tree: Tree) -> Tree:
+    """A tree with `MaskedNode` where `like` has one: the compiled step shows None there, which no state fits."""
+    if isinstance(like, MaskedNode):
+        return like
+    level, own = _tree.children(like), _tree.children(tree)
+    if level is None or own is None or len(level[0]) != len(own[0]):
+        return tree
+    return level[2]([_with_masks(a, b) for a, b in zip(level[0], own[0], strict=True)])
 
 
 def _format(leaf: Any) -> str:
