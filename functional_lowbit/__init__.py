@@ -5,6 +5,7 @@ from functional_lowbit import (
     convert as convert,
     formats as formats,
     optim as optim,
+    plot as plot,
     reduce as reduce,
     rounding as rounding,
     schedules as schedules,
@@ -25,6 +26,7 @@ from functional_lowbit._compile import compile as compile
 from functional_lowbit._describe import describe as describe
 from functional_lowbit._leafwise import leafwise as leafwise
 from functional_lowbit._low_bit import low_bit as low_bit
+from functional_lowbit._memory_plan import memory_plan as memory_plan
 from functional_lowbit._norm import global_norm as global_norm
 from functional_lowbit._numerics import sqrt as sqrt
 from functional_lowbit._offload import offload as offload
@@ -93,6 +95,12 @@ from functional_lowbit.transforms._partition import (
     PartitionState as PartitionState,
     multi_transform as multi_transform,
     partition as partition,
+)
+from functional_lowbit.transforms._record_error import (
+    QuantizationErrorState as QuantizationErrorState,
+    quantization_error as quantization_error,
+    record_quantization_error as record_quantization_error,
+    recorded_quantization_error as recorded_quantization_error,
 )
 from functional_lowbit.transforms._scale import (
     scale as scale,

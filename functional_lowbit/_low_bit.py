@@ -127,7 +127,7 @@ class LowBit(Composite):
         full = read_moments(state)
         updates, new = call_update(self.inner[0].update, updates, full, params, extra)
         return updates, map_moments(
-            lambda field, moment, tree, old, read: _each_stored(_write, old, tree, read), new, state, full
+            lambda field, moment, tree, old, read: _each_stored(store_again, old, tree, read), new, state, full
         )
 
 
@@ -152,7 +152,7 @@ def _read(leaf: Any) -> Any:
     return leaf.dequantize() if isinstance(leaf, QuantizedTensor) else leaf
 
 
-def _write(old: Any, new: Any, read: Any) -> Any:
+def store_again(old: Any, new: Any, read: Any) -> Any:
     """Store a new moment. A block that did not change keeps its codes: not every format writes what it read again."""
     if not isinstance(old, QuantizedTensor):
         return new

@@ -77,6 +77,7 @@ TABLE: dict[str, Callable[[], fl.GradientTransformation]] = {
     "multi_steps": lambda: fl.multi_steps(fl.adamw(0.01), 2),
     "master_weights": lambda: fl.master_weights(fl.adamw8bit(0.01)),  # see test_master.py for bfloat16
     "offload": lambda: fl.offload(fl.adamw8bit(0.01)),  # see test_offload.py for another device
+    "record_quantization_error": lambda: fl.record_quantization_error(fl.adamw8bit(0.01), every=2),
     "chain": lambda: fl.chain(fl.clip_by_global_norm(0.5), fl.adamw8bit(0.01)),
     "chain of nothing": fl.chain,
     "a user's pair": lambda: fl.chain(averaged(), fl.scale_by_learning_rate(0.1)),
@@ -241,3 +242,11 @@ def test_a_coordinate_without_gradient_never_moves(format):
         params, state = step(grads, state, params)
     assert torch.equal(params["w"][still], before["w"][still])
     assert (params["w"][~still] != before["w"][~still]).all()
+
+
+@EVERY
+def test_a_plan_on_meta_tensors_is_what_the_state_takes(name):
+    tx, params = TABLE[name](), make_params(torch.bfloat16)
+    plan = fl.memory_plan(tx, params, mesh=1)
+    assert plan.ranks[0] == fl.memory_plan(tx, params) == fl.describe(tx.init(params), params)
+    assert plan.total_bytes == sum(x.nbytes for x in leaves(tx.init(params)))

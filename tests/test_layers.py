@@ -11,84 +11,63 @@ import pytest
 import functional_lowbit as fl
 
 PACKAGE = Path(fl.__file__).parent
-FLOORS = {
-    0: {
-        "_base",
-        "_numerics",
-        "_split",
-        "rounding",
-        "_cpp_ops",
-        "_cpp_library",
-        "_cpp_text",
-        "_version",
-        "_ranks",
-        "_lock",
-        "_chunks",
-        "_lanes",
-        "_stream_plan",
-    },
-    1: {"_folder", "_tree", "_grid", "formats._format", "_cpp_source", "_cpp_norm"},
-    2: {"_guard", "_interrupted", "_per_leaf", "sharding"}
-    | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
-    3: {"_check", "formats", "_collectives", "_current", "_index", "_parts", "_task"},
-    4: {"_quantized", "_exact_sum", "_like_params", "_norm", "_statistics", "_whole", "schedules"},
-    5: {"_observing", "_rule", "reduce", "tree"},
-    6: {
-        "_leafwise",
-        "_low_bit",
-        "_recipe",
-        "_apply",
-        "_noise",
-        "_program",
-        "_kernel",
-        "_staging",
-        "_schema",
-        "_describe",
-    },
-    7: {
-        "_streamed",
-        "_native",
-        "_reading",
-        "_renewal",
-        "transforms._chain",
-        "transforms._clip",
-        "transforms._masked",
-        "transforms._scale",
-    }
-    | {f"transforms.{x}" for x in ("_centralize", "_factored", "_inject", "_multi_steps", "_trust_ratio")},
-    8: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
-    | {"transforms._orthogonalize", "transforms._partition"},
-    9: {"_offload", "_run", "_donate", "_safetensors", "transforms._adam", "transforms._freeze", "transforms._lion"},
-    10: {"_begin", "_finish", "_launch", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"}
-    | {"optim._options", "optim._orphans", "optim._rules"},
-    11: {"_compile", "optim._groups"},
-    12: {"optim._param_tree"},
-    13: {"optim._saved"},
-    14: {"optim._optimizer"},
-    15: {"optim._ready"},
-    16: {"optim._adam", "optim._lion", "optim._sgd"},
-    17: {"optim"},
-    18: {"", "transforms"},  # what users import
-}
-TOP = max(FLOORS)
-CONVERT = {  # whose last modules stand between the shells and what users import
-    0: {"_saved"},
-    1: {"_match", "_place"},
-    4: {"_blocks"},
-    8: {"_kept", "_slots"},
-    9: {"_read"},
-    10: {"_bitsandbytes", "_flashoptim", "_masters", "_own", "_torchao"},
-    11: {"_fill", "_library"},
-    TOP: {"_shell"},
-    TOP + 1: {"_into", "_to_torch"},
-    TOP + 2: {"_from"},
-}
-FLOORS |= {TOP: set(), TOP + 1: set(), TOP + 2: set(), TOP + 3: {"convert"}, TOP + 4: FLOORS[TOP]}
-for floor, names in CONVERT.items():
-    FLOORS[floor] = FLOORS[floor] | {f"convert.{name}" for name in names}
-FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
+# Floor, and the modules on it, each one above the highest that it imports.
+FLOORS = """
+ 0  _base _chunks _cpp_library _cpp_ops _cpp_text _error_report _grid _guard _headers _lanes _lock _model_config
+    _numerics _ranks _report _split _stream_plan _version convert._saved formats._format optim._orphans
+    optim._same_groups rounding transforms
+ 1  _cpp_norm _cpp_source _folder _recipe _staging _tree convert._match convert._place formats.companded
+    formats.dynamic formats.floats formats.fp8 formats.root4
+ 2  _interrupted _parts _per_leaf _streamed formats sharding
+ 3  _check _collectives _current _index _plan_params _planned_mesh _quantized _task convert._blocks
+ 4  _describe _exact_sum _like_params _noise _norm _schema _statistics _whole optim._hyper schedules
+ 5  _apply _donate _low_bit _memory_plan _observing _reading _rule optim._groups reduce transforms._finite
+    transforms._masked transforms._master tree
+ 6  _checkpoint _kernel _leafwise _program convert._kept convert._slots optim._options transforms._inject
+    transforms._multi_steps transforms._partition
+ 7  _native _quantization_error _renewal _run _safetensors convert._read optim._entries transforms._centralize
+    transforms._chain transforms._clip transforms._decay transforms._factored transforms._freeze
+    transforms._scale transforms._trust_ratio
+ 8  _backends _begin _finish _offload checkpoint convert._bitsandbytes convert._flashoptim convert._masters
+    convert._own convert._torchao transforms._adam transforms._lion transforms._orthogonalize
+    transforms._record_error transforms._sgd
+ 9  _launch convert._fill convert._library optim._rules plot
+10  _compile
+11  optim._param_tree
+12  optim._saved
+13  optim._optimizer
+14  convert._shell optim._ready
+15  convert._into convert._to_torch optim._adam optim._lion optim._sgd
+16  convert._from optim
+17  convert
+18  functional_lowbit
+"""
+
+
+def _floor_of() -> dict[str, int]:
+    """Module name without the package's, to floor. What users import is the empty name."""
+    found: dict[str, int] = {}
+    floor = 0
+    for word in FLOORS.split():
+        if word.isdigit():
+            floor = int(word)
+        else:
+            found[word if word != "functional_lowbit" else ""] = floor
+    return found
+
+
+FLOOR_OF = _floor_of()
 DOORS = {  # who may use what
-    "torch.distributed": {"sharding", "_collectives", "_reading", "_ranks", "_folder", "_safetensors", "checkpoint"},
+    "torch.distributed": {
+        "sharding",
+        "_planned_mesh",
+        "_collectives",
+        "_reading",
+        "_ranks",
+        "_folder",
+        "_safetensors",
+        "checkpoint",
+    },
     "safetensors": {"_safetensors"},
     "optree": {"_tree"},
     "torch._dynamo": {"_backends"},
@@ -200,6 +179,7 @@ def _public() -> dict[str, object]:
         fl.convert,
         fl.formats,
         fl.optim,
+        fl.plot,
         fl.reduce,
         fl.rounding,
         fl.schedules,
@@ -249,6 +229,7 @@ def test_the_names_of_the_contract_are_there():
         "master_weights master_params inject_hyperparams multi_steps "
         "partition multi_transform named_chain freeze set_to_zero "
         "low_bit offload quantize QuantizedTensor describe compile global_norm state_dict load_state_dict checkpoint "
-        "formats rounding schedules sharding tree optim convert"
+        "formats rounding schedules sharding tree optim convert memory_plan "
+        "quantization_error record_quantization_error plot"
     )
     assert [name for name in names.split() if not hasattr(fl, name)] == []

@@ -30,6 +30,7 @@ def run(code: str, path: str, monkeypatch: pytest.MonkeyPatch) -> dict:
         "docs/checkpoints.md",
         "docs/conversion.md",
         "docs/offload.md",
+        "docs/planning.md",
         "docs/sharding.md",
         "docs/torch_optim.md",
         "docs/transformations.md",
