@@ -53,10 +53,19 @@ FLOORS = {
     12: {"optim._optimizer"},
     13: {"optim"},
     14: {"", "transforms"},  # what users import
+    # The command line, which uses the library as users do.
+    15: {"cli._mistakes", "cli._output", "cli._pending", "cli._progress", "cli._numbers", "cli._contenders"}
+    | {"cli._machine"},
+    16: {"cli._folders", "cli._foreign", "cli._safetensors_file", "cli._sections", "cli._timing"},
+    17: {"cli._leaves", "cli._stores", "cli._bench"},
+    18: {"cli._inspect"},
+    19: {"cli._main"},
+    20: {"cli", "__main__"},
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 DOORS = {  # who may use what
-    "torch.distributed": {"sharding", "_collectives", "_reading", "_ranks", "_folder", "_safetensors", "checkpoint"},
+    "torch.distributed": {"sharding", "_collectives", "_reading", "_ranks", "_folder", "_safetensors", "checkpoint"}
+    | {"cli._folders"},
     "safetensors": {"_safetensors"},
     "optree": {"_tree"},
     "torch._dynamo": {"_backends"},

@@ -1,0 +1,135 @@
+"""A folder of `fl.checkpoint.save`, opened without running the code that a pickled file may hold."""
+
+import io
+import pathlib
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from functional_lowbit import _folder
+from functional_lowbit.cli._mistakes import Broken, Mistake, said
+from functional_lowbit.cli._pending import Pending
+
+Check = Callable[[Callable[..., None]], list[str]]
+METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+METADATA_CLASSES = {
+    *("Metadata", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+    *("TensorProperties", "MetadataIndex", "_MEM_FORMAT_ENCODING", "_StorageInfo", "_StoragePrefix"),
+}
+SPEAKER = "inspect"  # of `_folder`'s errors, whose texts are handed on without it
+
+
+def open_folder(path: Path, unsafe: bool) -> tuple[Mapping[str, Any], int, Check]:
+    """Entries by name, bytes on the disk, and how to compare checksums.
+
+    Raises:
+        Mistake: if there is no checkpoint, or if its `.metadata` holds more than it should.
+        Broken: if the checkpoint is not complete, or damaged.
+    """
+    place = _folder.real(path)
+    try:
+        folder = _folder.find(SPEAKER, place)
+    except FileNotFoundError as error:
+        raise Mistake(said(error, SPEAKER)) from error
+    except OSError as error:
+        raise Mistake(said(error, SPEAKER)) from error
+    except ValueError as error:
+        raise Broken(said(error, SPEAKER)) from error
+    if not unsafe:
+        _refuse_code(folder / _folder.METADATA)
+    try:
+        metadata = _folder.metadata(SPEAKER, folder)
+    except ValueError as error:
+        raise Broken(said(error, SPEAKER)) from error
+
+    def reader(name: str, like: Any) -> Callable[[], Tensor]:
+        return lambda: _read(folder, metadata, name, like(), unsafe)
+
+    tree: dict[str, Any] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            dtype, shape = entry.properties.dtype, tuple(entry.size)
+            tree[name] = Pending(dtype, shape, reader(name, lambda d=dtype, s=shape: torch.empty(s, dtype=d)))
+        else:
+            tree[name] = _read(folder, metadata, name, "", unsafe)
+    size = sum(x.stat().st_size for x in folder.iterdir() if x.is_file())
+    return tree, size, lambda advance: _damage(folder, metadata, advance)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Loads what torch puts into `.metadata`, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        plain = (module in METADATA_MODULES and name in METADATA_CLASSES) or (
+            (module, name) in (("torch.serialization", "_get_layout"), ("torch", "Size"))
+            or (module.startswith("pathlib") and hasattr(pathlib, name) and name.endswith("Path"))
+            or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
+        )
+        if not plain:
+            raise _Code(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+class _Code(Exception):
+    """The name of something that `.metadata` has no need of."""
+
+
+def _refuse_code(file: Path) -> None:
+    try:
+        with file.open("rb") as opened:
+            _Unpickler(opened).load()
+    except _Code as code:
+        raise Mistake(
+            f"{str(file)!r} holds more than an account of tensors: {code}; loading that can run any code, so use "
+            "--unsafe if you trust whoever wrote it"
+        ) from code
+    except Exception as error:  # cut short or spoilt, it raises almost anything
+        raise Broken(f"cannot read {str(file)!r}, the file is damaged: {said(error)}") from error
+
+
+class _Planner(DefaultLoadPlanner):
+    """Reads numbers and strings without running what else might be pickled there."""
+
+    def __init__(self, unsafe: bool):
+        super().__init__()
+        self.unsafe = unsafe
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=not self.unsafe)
+
+
+def _read(folder: Path, metadata: Any, name: str, like: Any, unsafe: bool) -> Any:
+    reader, planner = FileSystemReader(folder), _Planner(unsafe)
+    try:
+        planner.set_up_planner({name: like}, metadata, is_coordinator=True)
+        reader.set_up_storage_reader(metadata, True)
+        reader.read_data(planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan())), planner).wait()
+    except Exception as error:
+        raise Broken(f"cannot read {name!r} of {str(folder)!r}, a file is damaged: {said(error)}") from error
+    return planner.state_dict[name]
+
+
+def _damage(folder: Path, metadata: Any, advance: Callable[..., None]) -> list[str]:
+    """Entries whose bytes are not those that were written. Each is a small file of torch.save, with a checksum."""
+    found = []
+    for index, where in metadata.storage_data.items():
+        with (folder / where.relative_path).open("rb") as file:
+            file.seek(where.offset)
+            stored = file.read(where.length)
+        advance(len(stored), index.fqn)
+        try:
+            archive = zipfile.ZipFile(io.BytesIO(stored))
+            damaged = archive.testzip() is not None
+        except zipfile.BadZipFile:
+            damaged = True
+        if damaged:
+            found.append(f"the bytes of {index.fqn!r} are not those that were written (their checksum says)")
+    return found
