@@ -24,9 +24,11 @@ from functional_lowbit._compile import compile as compile
 from functional_lowbit._describe import describe as describe
 from functional_lowbit._leafwise import leafwise as leafwise
 from functional_lowbit._low_bit import low_bit as low_bit
+from functional_lowbit._memory_plan import memory_plan as memory_plan
 from functional_lowbit._norm import global_norm as global_norm
 from functional_lowbit._numerics import sqrt as sqrt
 from functional_lowbit._quantized import QuantizedTensor as QuantizedTensor, quantize as quantize
+from functional_lowbit._report import Report as Report, Row as Row
 from functional_lowbit._version import __version__ as __version__
 from functional_lowbit.transforms._adam import (
     ScaleByAdamState as ScaleByAdamState,

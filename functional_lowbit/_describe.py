@@ -1,79 +1,17 @@
 """describe: what a state is made of, how many bytes it takes, and why."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from functional_lowbit import _tree
 from functional_lowbit._base import Tree, moments_of, statistics_of
 from functional_lowbit._quantized import QuantizedTensor
+from functional_lowbit._report import Report, Row
 from functional_lowbit.sharding import local_of
 
 WHY = {"shared": "shared by all leaves", "statistic": "a statistic of its leaf"}
-
-
-class Row(NamedTuple):
-    """One leaf of a state."""
-
-    path: str  # for instance 0.mu.layers.0.weight
-    format: str  # the format's name, or the dtype of a plain tensor
-    shape: tuple[int, ...]  # global
-    bytes: int  # on this rank
-    why: str  # why it rests like this
-
-
-class Report(NamedTuple):
-    """What `describe` found. `str()` is a table.
-
-    The last three fields are None if `describe` was not given the parameters.
-    """
-
-    rows: tuple[Row, ...]
-    parameters: int | None = None  # elements on this rank
-    weight_bytes: int | None = None  # on this rank
-    gradient_bytes: int | None = None  # on this rank; gradients have their parameters' dtypes
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all leaves on this rank."""
-        return sum(row.bytes for row in self.rows)
-
-    @property
-    def training_bytes(self) -> int:
-        """Bytes of weights, gradients and state on this rank.
-
-        Raises:
-            ValueError: if `describe` was not given the parameters.
-        """
-        if self.weight_bytes is None or self.gradient_bytes is None:
-            raise ValueError("describe: the training bytes need the parameters; call describe(state, params)")
-        return self.weight_bytes + self.gradient_bytes + self.total_bytes
-
-    @property
-    def bytes_per_parameter(self) -> float:
-        """Training bytes for each parameter on this rank; 0.0 on a rank that holds none."""
-        return self.training_bytes / self.parameters if self.parameters else 0.0 * self.training_bytes
-
-    def __str__(self) -> str:
-        cells = [("path", "format", "shape", "bytes", "why")]
-        cells += [(r.path, r.format, str(r.shape), f"{r.bytes:,}", r.why) for r in self.rows]
-        cells.append(("total", "", "", f"{self.total_bytes:,}", ""))
-        if self.weight_bytes is not None and self.gradient_bytes is not None:
-            for what, size in (
-                ("weights", self.weight_bytes),
-                ("gradients", self.gradient_bytes),
-                ("state", self.total_bytes),
-                ("training", self.training_bytes),
-            ):
-                each = size / self.parameters if self.parameters else 0.0
-                cells.append((what, "", "", f"{size:,}", f"{each:.2f} for each parameter"))
-        widths = [max(len(line[i]) for line in cells) for i in range(5)]
-        lines = []
-        for line in cells:
-            padded = [c.rjust(w) if i == 3 else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
-            lines.append("  ".join(padded).rstrip())
-        return "\n".join(lines)
 
 
 def describe(state: Any, params: Tree = None) -> Report:

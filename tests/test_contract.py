@@ -225,3 +225,11 @@ def test_a_coordinate_without_gradient_never_moves(format):
         params, state = step(grads, state, params)
     assert torch.equal(params["w"][still], before["w"][still])
     assert (params["w"][~still] != before["w"][~still]).all()
+
+
+@EVERY
+def test_a_plan_on_meta_tensors_is_what_the_state_takes(name):
+    tx, params = TABLE[name](), make_params(torch.bfloat16)
+    plan = fl.memory_plan(tx, params, mesh=1)
+    assert plan.ranks[0] == fl.memory_plan(tx, params) == fl.describe(tx.init(params), params)
+    assert plan.total_bytes == sum(x.nbytes for x in leaves(tx.init(params)))

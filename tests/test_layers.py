@@ -24,11 +24,14 @@ FLOORS = {
         "_ranks",
         "_lock",
         "_chunks",
+        "_headers",
+        "_model_config",
+        "_report",
     },
     1: {"_folder", "_tree", "_grid", "formats._format", "_cpp_source", "_cpp_norm"},
     2: {"_guard", "_interrupted", "sharding"}
     | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
-    3: {"_check", "formats", "_collectives", "_current", "_index", "_parts", "_task"},
+    3: {"_check", "formats", "_collectives", "_current", "_index", "_parts", "_plan_params", "_planned_mesh", "_task"},
     4: {"_quantized", "_exact_sum", "_like_params", "_norm", "_statistics", "_whole", "schedules"},
     5: {"_rule", "reduce", "tree"},
     6: {
@@ -43,8 +46,17 @@ FLOORS = {
         "_schema",
         "_describe",
     },
-    7: {"_native", "_reading", "transforms._chain", "transforms._clip", "transforms._masked", "transforms._scale"}
-    | {"transforms._centralize", "transforms._factored", "transforms._trust_ratio"},
+    7: {
+        "_memory_plan",
+        "_native",
+        "_reading",
+        "transforms._chain",
+        "transforms._clip",
+        "transforms._masked",
+        "transforms._scale",
+    }
+    | {"transforms._centralize", "transforms._factored", "transforms._trust_ratio"}
+    | {"_memory_plan"},
     8: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
     | {"transforms._orthogonalize"},
     9: {"_run", "_donate", "_safetensors", "transforms._adam", "transforms._lion"},
@@ -64,13 +76,22 @@ FLOORS = {
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 DOORS = {  # who may use what
-    "torch.distributed": {"sharding", "_collectives", "_reading", "_ranks", "_folder", "_safetensors", "checkpoint"}
-    | {"cli._folders"},
+    "torch.distributed": {
+        "sharding",
+        "_planned_mesh",
+        "_collectives",
+        "_reading",
+        "_ranks",
+        "_folder",
+        "_safetensors",
+        "checkpoint",
+    },
     "safetensors": {"_safetensors"},
     "optree": {"_tree"},
     "torch._dynamo": {"_backends"},
     "torch.utils._pytree": {"_tree"},
 }
+DOORS["torch.distributed"].add("cli._folders")  # it reads a checkpoint one entry after the other
 
 
 def _files() -> dict[str, Path]:
@@ -213,6 +234,6 @@ def test_the_names_of_the_contract_are_there():
         "adam adamw adam8bit adamw8bit adam4bit adamw4bit adamfp8 adamwfp8 sgd sgd8bit lion lion8bit scale_by_lion "
         "master_weights master_params "
         "low_bit quantize QuantizedTensor describe compile global_norm state_dict load_state_dict checkpoint formats "
-        "rounding schedules sharding tree optim"
+        "rounding schedules sharding tree optim memory_plan"
     )
     assert [name for name in names.split() if not hasattr(fl, name)] == []

@@ -1,0 +1,109 @@
+"""The parameters of safetensors files, from their headers alone: no number is read, and no package is needed."""
+
+import json
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INDEX = ".safetensors.index.json"  # ends the name of a file that says which file holds which tensor
+LIMIT = 100_000_000  # bytes of a header, by the format's own rule
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+def has_files(folder: Path) -> bool:
+    """Whether a folder holds safetensors files."""
+    return any(folder.glob("*.safetensors"))
+
+
+def read_params(speaker: str, path: Path) -> dict[str, Tensor]:
+    """The floating-point tensors of a checkpoint, by name, on the meta device.
+
+    Args:
+        speaker: For errors.
+        path: A safetensors file, an index of several (`model.safetensors.index.json`), or a folder with either. A
+            folder's index says which of its files count.
+
+    Raises:
+        FileNotFoundError: for a file that the index names and that is not there.
+        ValueError: for what is no such file, for a tensor in two files, and for a folder with several indices.
+    """
+    files = _files(speaker, path)
+    found: dict[str, Tensor] = {}
+    left_out: list[str] = []
+    for file in files:
+        for name, entry in _header(speaker, file).items():
+            if name in found:
+                raise ValueError(
+                    f"{speaker}: {str(file)!r} holds {name!r}, and so does another file; give the files of one model"
+                )
+            if entry["dtype"] in DTYPES:
+                found[name] = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
+            else:
+                left_out.append(f"{name!r} ({entry['dtype']})")
+    if left_out:
+        warnings.warn(
+            f"{speaker}: {len(left_out)} tensors of {str(path)!r} are not floating-point and were left out, the first "
+            f"is {left_out[0]}",
+            stacklevel=5,  # whoever called memory_plan
+        )
+    return found
+
+
+def _files(speaker: str, path: Path) -> list[Path]:
+    if path.is_dir():
+        indices = sorted(path.glob(f"*{INDEX}"))
+        if len(indices) > 1:
+            names = ", ".join(index.name for index in indices)
+            raise ValueError(f"{speaker}: {str(path)!r} holds several indices ({names}); give the path of one")
+        return _files(speaker, indices[0]) if indices else sorted(path.glob("*.safetensors"))
+    if not path.name.endswith(INDEX):
+        return [path]
+    document = _json(speaker, path, path.read_bytes())
+    names = document.get("weight_map")
+    if not isinstance(names, dict):
+        raise ValueError(f"{speaker}: {str(path)!r} has no 'weight_map'; it is no index of safetensors files")
+    files = [path.parent / name for name in sorted(set(names.values()))]
+    _all_there(speaker, path, files)
+    return files
+
+
+def _all_there(speaker: str, index: Path, files: Iterable[Path]) -> None:
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"{speaker}: {str(index)!r} names the file {file.name!r}, which is not there")
+
+
+def _header(speaker: str, file: Path) -> dict[str, Any]:
+    """Name to dtype and shape, of one file."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = opened.read(length) if 2 <= length <= LIMIT else b""
+    if not header.startswith(b"{") or len(header) < length:
+        raise ValueError(f"{speaker}: {str(file)!r} has no safetensors header; it is damaged, or of another kind")
+    document = _json(speaker, file, header)
+    document.pop("__metadata__", None)
+    for name, entry in document.items():
+        if not isinstance(entry, dict) or not {"dtype", "shape"} <= entry.keys():
+            raise ValueError(f"{speaker}: {str(file)!r} is damaged: its header gives {name!r} no dtype and shape")
+    return document
+
+
+def _json(speaker: str, file: Path, text: bytes) -> Any:
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{speaker}: {str(file)!r} is not JSON where it should be: {error}") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{speaker}: {str(file)!r} must hold an object, got {type(document).__name__}")
+    return document
