@@ -2,6 +2,7 @@
 
 from functional_lowbit import (
     checkpoint as checkpoint,
+    convert as convert,
     formats as formats,
     optim as optim,
     reduce as reduce,

@@ -64,16 +64,30 @@ FLOORS = {
     11: {"optim._groups", "optim._param_tree"},
     12: {"optim._optimizer"},
     13: {"optim"},
-    14: {"", "transforms"},  # what users import
-    # The command line, which uses the library as users do.
-    15: {"cli._mistakes", "cli._output", "cli._pending", "cli._progress", "cli._numbers", "cli._contenders"}
-    | {"cli._machine"},
-    16: {"cli._folders", "cli._foreign", "cli._safetensors_file", "cli._sections", "cli._timing"},
-    17: {"cli._leaves", "cli._stores", "cli._bench"},
-    18: {"cli._inspect"},
-    19: {"cli._main"},
-    20: {"cli", "__main__"},
+    20: {"", "transforms"},  # what users import
 }
+CONVERT = {  # the floors of convert
+    0: {"saved"},
+    1: {"match"},
+    4: {"blocks"},
+    5: {"slots"},
+    8: {"kept"},
+    9: {"read"},
+    10: {"bitsandbytes", "flashoptim", "masters", "own", "torchao"},
+    11: {"fill", "library"},
+    13: {"shell"},
+    14: {"from", "to_torch"},
+}
+FLOORS = {n: FLOORS.get(n, set()) | {f"convert._{x}" for x in CONVERT.get(n, ())} for n in {*FLOORS, *CONVERT}}
+FLOORS[15] = {"convert"}
+CLI = [  # the floors of the command line, which uses the library as users do
+    {"mistakes", "output", "pending", "progress", "numbers", "contenders", "machine"},
+    {"folders", "foreign", "safetensors_file", "sections", "timing"},
+    {"leaves", "stores", "bench"},
+    {"inspect"},
+    {"main"},
+]
+FLOORS |= {100 + n: {f"cli._{x}" for x in names} for n, names in enumerate(CLI)} | {199: {"cli", "__main__"}}
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 DOORS = {  # who may use what
     "torch.distributed": {
@@ -173,7 +187,7 @@ def test_a_name_comes_from_the_module_that_defines_it(name):
                 )
 
 
-@pytest.mark.parametrize("name", ["", "optim", "transforms"])
+@pytest.mark.parametrize("name", ["", "convert", "optim", "transforms"])
 def test_an_init_file_exports_and_does_nothing_else(name):
     for node in TREES[name].body:
         if isinstance(node, ast.Expr):
@@ -192,7 +206,18 @@ def test_a_dtensor_is_rebuilt_from_its_global_shape_and_stride(name):
 
 def _public() -> dict[str, object]:
     found: dict[str, object] = {}
-    for space in (fl, fl.checkpoint, fl.formats, fl.optim, fl.reduce, fl.rounding, fl.schedules, fl.sharding, fl.tree):
+    for space in (
+        fl,
+        fl.checkpoint,
+        fl.convert,
+        fl.formats,
+        fl.optim,
+        fl.reduce,
+        fl.rounding,
+        fl.schedules,
+        fl.sharding,
+        fl.tree,
+    ):
         for name, value in vars(space).items():
             ours = str(getattr(value, "__module__", "")).startswith("functional_lowbit")
             if not name.startswith("_") and ours and (inspect.isclass(value) or inspect.isfunction(value)):
@@ -234,6 +259,6 @@ def test_the_names_of_the_contract_are_there():
         "adam adamw adam8bit adamw8bit adam4bit adamw4bit adamfp8 adamwfp8 sgd sgd8bit lion lion8bit scale_by_lion "
         "master_weights master_params "
         "low_bit quantize QuantizedTensor describe compile global_norm state_dict load_state_dict checkpoint formats "
-        "rounding schedules sharding tree optim memory_plan"
+        "rounding schedules sharding tree optim memory_plan convert"
     )
     assert [name for name in names.split() if not hasattr(fl, name)] == []

@@ -1,0 +1,291 @@
+"""from_torch, from_torchao, from_bitsandbytes, from_flashoptim: the state of another library as one of ours."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from functional_lowbit._base import Tree
+from functional_lowbit.convert._fill import check_step, fill
+from functional_lowbit.convert._library import READERS, any_saved, library_in
+from functional_lowbit.convert._match import Sides, match
+from functional_lowbit.convert._read import Read
+from functional_lowbit.convert._saved import SavedParam
+from functional_lowbit.convert._shell import into_optimizer
+from functional_lowbit.convert._slots import find_slots, named_leaves
+from functional_lowbit.optim._optimizer import Optimizer
+
+SPEAKERS = {
+    "torch": "from_torch",
+    "torchao": "from_torchao",
+    "bitsandbytes": "from_bitsandbytes",
+    "flashoptim": "from_flashoptim",
+    "functional_lowbit": "from_saved",
+}
+
+
+def from_torch(
+    saved: Any,
+    target: Any,
+    params: Tree = None,
+    *,
+    step: int | None = None,
+    fields: Mapping[str, str] | None = None,
+) -> Any:
+    """The state of a `torch.optim` optimizer as a state of ours, in any format.
+
+    Its moments are found in the target by what state classes declare, also inside chains and wrappers: `exp_avg` is a
+    `mu`, `exp_avg_sq` and `square_avg` a `nu`, `momentum_buffer` a `trace` (Muon's a `mu`). Numbers in float32 stay as
+    they are where the target keeps float32, and are rounded once where it keeps few bits. Every step counter of the
+    target gets the step of the parameters that it counts for. A parameter that never had a gradient has no state in
+    torch; its leaves stay as they are in the target. So do fields of other names, such as averages and accumulators.
+
+    Args:
+        saved: The optimizer; what its `state_dict()` returned, also by way of a file; or what
+            `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` returned, flattened or not. Tensors may
+            be DTensors of the same or another mesh, or whole on every rank.
+        target: A state, for instance from `tx.init(params)`, or an `fl.optim.Optimizer`. Not written to. Parameters on
+            the meta device serve as well.
+        params: The tree that the state was made for: it says which parameters are the saved ones. They are found by
+            themselves (if an optimizer is given, with the same parameters), else by name (`param_names` in the groups,
+            or names as keys), else by number (if the tree's names are numbers), else in order, as in
+            `model.parameters()`: a dict counts in the order in which it was filled. Not needed for a state with a
+            moment of every parameter.
+        step: Steps made, for every counter of the target, instead of the saved ones. torch's SGD saves none: without
+            this, counters stay as they are in the target.
+        fields: Field of the target's state, by entry of torch, for entries and fields of other names.
+
+    Returns:
+        For a state, a new state of the same structure, which shares no memory with `saved`. For an optimizer, a dict
+        for its `load_state_dict`, with the hyperparameters of the saved groups where its own groups have the name.
+
+    Raises:
+        TypeError: if `saved` is no saved optimizer.
+        ValueError: for a state of another model (names, shapes, number of parameters), of another kind of optimizer, or
+            of another library; for entries that are missing or not understood; and if parameters that share a counter
+            have made different numbers of steps. Nothing is made before.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> model(torch.ones(64)).sum().backward()
+        >>> optimizer.step()
+        >>> params = dict(model.named_parameters())
+        >>> state = fl.convert.from_torch(optimizer.state_dict(), fl.adamw8bit(1e-3).init(params), params)
+        >>> state[0].step, state[0].mu["weight"]
+        (tensor(1), QuantizedTensor(companded8, shape=(64, 64), block_size=256))
+
+        As an optimizer:
+
+        >>> ours = fl.optim.Optimizer(model.named_parameters(), fl.adamw8bit(1e-3), backend="eager")
+        >>> ours.load_state_dict(fl.convert.from_torch(optimizer, ours))
+    """
+    return _convert("torch", saved, target, params, step, fields)
+
+
+def from_torchao(
+    saved: Any,
+    target: Any,
+    params: Tree = None,
+    *,
+    step: int | None = None,
+    fields: Mapping[str, str] | None = None,
+) -> Any:
+    """The state of torchao's Adam and AdamW in 8 bits, 4 bits or FP8 as a state of ours, in any format.
+
+    Codes are kept as they are where the target has the same format (`dynamic8` for 8 bits, `dynamic4`, `e4m3`) and none
+    of its blocks crosses one of torchao's, which run over the flattened tensor: so it is if rows are a multiple of the
+    block, or divide it. Else the numbers are read and written once more. Of 4 bits, the code for 15/16 of a second
+    moment's block becomes 1, as `dynamic4` has none.
+
+    Args:
+        saved: As in `from_torch`; also of `fully_shard`ed parameters, whose DTensors hold a quantized shard each.
+        target: As in `from_torch`.
+        params: As in `from_torch`.
+        step: As in `from_torch`.
+        fields: As in `from_torch`.
+
+    Returns:
+        As `from_torch`.
+
+    Raises:
+        TypeError, ValueError: As `from_torch`; and for codes and scales that do not fit.
+
+    Example:
+        torchao keeps small parameters in float32, so this one looks like torch's.
+
+        >>> import torch, functional_lowbit as fl
+        >>> saved = {
+        ...     "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}},
+        ...     "param_groups": [{"params": [0]}],
+        ... }
+        >>> fl.convert.from_torchao(saved, fl.adam(1e-3).init({"w": torch.zeros(2)}))[0].mu
+        {'w': tensor([1., 1.])}
+    """
+    return _convert("torchao", saved, target, params, step, fields)
+
+
+def from_bitsandbytes(
+    saved: Any,
+    target: Any,
+    params: Tree = None,
+    *,
+    step: int | None = None,
+    fields: Mapping[str, str] | None = None,
+) -> Any:
+    """The state of bitsandbytes' Adam, AdamW, Lion and SGD, in 8 or 32 bits, paged or not, as a state of ours.
+
+    `state1` is a `mu`, or SGD's `trace`; `state2` a `nu`. A single `state1` is told by its group: SGD's second beta is
+    0. Codes are kept as in `from_torchao`, for `dynamic8`; bitsandbytes' blocks have 256 elements.
+
+    Args:
+        saved: As in `from_torch`.
+        target: As in `from_torch`.
+        params: As in `from_torch`.
+        step: As in `from_torch`.
+        fields: As in `from_torch`, for "state1" and "state2".
+
+    Returns:
+        As `from_torch`.
+
+    Raises:
+        TypeError, ValueError: As `from_torch`; and for state that is not blockwise, and of AdEMAMix.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> saved = {
+        ...     "state": {0: {"step": 3, "state1": torch.ones(2)}},
+        ...     "param_groups": [{"params": [0], "betas": (0.9, 0.99), "eps": 0.0}],
+        ... }
+        >>> fl.convert.from_bitsandbytes(saved, fl.lion(1e-4).init({"w": torch.zeros(2)}))[0]
+        ScaleByLionState(step=tensor(3), mu={'w': tensor([1., 1.])})
+    """
+    return _convert("bitsandbytes", saved, target, params, step, fields)
+
+
+def from_flashoptim(
+    saved: Any,
+    target: Any,
+    params: Tree = None,
+    *,
+    step: int | None = None,
+    fields: Mapping[str, str] | None = None,
+) -> Any:
+    """The state of FlashOptim's Adam, AdamW, Lion and SGD, compressed or not, as a state of ours, in any format.
+
+    The codes of a first moment are kept by `companded8` where none of its blocks crosses one of FlashOptim's groups of
+    32 (`block_size=32`); all else is read and written once more. Where the target has `master_weights`, what parameters
+    lack of their masters is taken over too; that needs `params` as FlashOptim left them. Without, it is dropped.
+
+    Args:
+        saved: As in `from_torch`.
+        target: As in `from_torch`.
+        params: As in `from_torch`.
+        step: As in `from_torch`.
+        fields: As in `from_torch`.
+
+    Returns:
+        As `from_torch`.
+
+    Raises:
+        TypeError, ValueError: As `from_torch`; and for codes, scales and errors that do not fit.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> codes, scales = torch.tensor([127, -127], dtype=torch.int8), torch.ones(1, dtype=torch.float16)
+        >>> saved = {
+        ...     "state": {0: {"momentum_buffer::quantized": codes, "momentum_buffer::scales": scales}},
+        ...     "param_groups": [{"params": [0], "master_bytewidth": 0}],
+        ... }
+        >>> fl.convert.from_flashoptim(saved, fl.sgd(0.1, 0.9).init({"w": torch.zeros(2)}))[0].trace
+        {'w': tensor([ 1., -1.])}
+    """
+    return _convert("flashoptim", saved, target, params, step, fields)
+
+
+def from_saved(
+    saved: Any,
+    target: Any,
+    params: Tree = None,
+    *,
+    step: int | None = None,
+    fields: Mapping[str, str] | None = None,
+) -> Any:
+    """The state of whichever library `library_of` finds. Also what this one saved, into another transformation.
+
+    `fl.load_state_dict` wants the same structure. This one goes by moments and parameters: from `adamw` into
+    `chain(clip, masked(adam))`, from an `fl.optim` optimizer into a functional state.
+
+    Args:
+        saved: As in `library_of`.
+        target: As in `from_torch`.
+        params: As in `from_torch`.
+        step: As in `from_torch`.
+        fields: As in `from_torch`.
+
+    Returns:
+        As `from_torch`.
+
+    Raises:
+        TypeError, ValueError: As the library's own function.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> params = {"w": torch.zeros(64, 64)}
+        >>> saved = fl.state_dict(fl.adamw8bit(1e-3).init(params))
+        >>> fl.convert.from_saved(saved, fl.chain(fl.clip(1.0), fl.scale_by_adam()).init(params))[1].mu["w"].shape
+        torch.Size([64, 64])
+    """
+    return _convert(library_in(saved, "from_saved"), saved, target, params, step, fields)
+
+
+def _convert(
+    library: str, saved: Any, target: Any, params: Tree, step: int | None, fields: Mapping[str, str] | None
+) -> Any:
+    speaker, fields = SPEAKERS[library], dict(fields or {})
+    check_step(speaker, step)
+    found = library_in(saved, speaker)
+    if found != library and not (found == "torch" and library in ("torchao", "flashoptim")):
+        raise ValueError(f"{speaker}: saved is from {found}; use fl.convert.{SPEAKERS[found]}")
+    source, reader = any_saved(speaker, saved), READERS[library]
+
+    def read(p: SavedParam) -> Read:
+        return reader(speaker, p, source.groups[p.group], fields)
+
+    if isinstance(target, Optimizer):
+        if params is not None:
+            raise ValueError(f"{speaker}: params must be None for an optimizer, which knows its own")
+        return into_optimizer(speaker, source, target, read, lambda states, reads: _any(speaker, states, reads), step)
+    places = _targets(speaker, target, params, named=all(p.name is not None for p in source.params))
+    reads = {name: read(p) for name, p in match(Sides(speaker), source.params, places).items()}
+    _any(speaker, [target], reads)
+    return fill(speaker, target, reads, step, places)
+
+
+def _targets(speaker: str, state: Any, params: Tree, named: bool) -> dict[str, Any]:
+    """The target's parameters by name, in order; None where they are not known."""
+    slots = find_slots(state)
+    if params is None:
+        if not slots.whole and not named:
+            raise ValueError(
+                f"{speaker}: params is needed, since masks have taken parameters out of the target's moments, and "
+                "saved has no names; pass the tree that the state was made for"
+            )
+        return dict.fromkeys(slots.owners())
+    places = {name: leaf for name, leaf in named_leaves(params) if leaf is not None}
+    for owner in slots.owners():
+        if owner not in places:
+            raise ValueError(
+                f"{speaker}: the target has a moment of {owner!r}, which params has not; pass the tree that the state "
+                "was made for"
+            )
+    return places
+
+
+def _any(speaker: str, states: list[Any], reads: Mapping[str, Read]) -> None:
+    """Refuse what has no state at all, but of an optimizer that keeps none."""
+    if any(read.moments or read.step is not None for read in reads.values()):
+        return
+    if any(find_slots(state).slots for state in states):
+        raise ValueError(
+            f"{speaker}: saved has no state of any parameter; the optimizer has made no step, or keeps no moments"
+        )

@@ -1,0 +1,110 @@
+"""A moment as another library keeps it, and how it is written as a leaf of ours: code for code where possible."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_lowbit._quantized import Layout, QuantizedTensor
+from functional_lowbit._reading import write_again
+from functional_lowbit.formats._format import pack
+from functional_lowbit.sharding import ShardSpec, local_of, wrap
+
+
+class Codes(NamedTuple):
+    """This rank's codes, where they mean what those of one of our formats mean.
+
+    Blocks run over the flattened local tensor; the last one may be shorter.
+    """
+
+    format: str
+    signed: bool
+    codes: Tensor  # [n], one for each element, as the format's codec has them (not packed)
+    scales: Tensor  # float32 [n_blocks]
+    block: int
+
+
+class Kept(NamedTuple):
+    """A moment as another library keeps it."""
+
+    shape: tuple[int, ...]  # global
+    values: Callable[[], Tensor]  # the numbers, of any float dtype, sharded as they were saved
+    spec: ShardSpec | None = None  # how they were sharded
+    codes: Codes | None = None
+
+
+def write(kept: Kept, own: Any) -> Any:
+    """A new leaf like `own`, with the numbers of a saved moment. No memory is shared with what was saved.
+
+    Args:
+        kept: The moment.
+        own: A plain tensor, a DTensor or a `QuantizedTensor`; on the meta device it only says what is wanted.
+    """
+    if not isinstance(own, QuantizedTensor):
+        spec = ShardSpec.of(own)
+        local = _placed(_part(kept, spec), local_of(own).device).to(own.dtype, copy=True)
+        return wrap(local.contiguous(), spec)
+    layout, device = own.layout, local_of(own.codes).device
+    same = _same_codes(kept, layout)
+    if same is not None and bool(same[2].all()):
+        codes, scales, _ = same
+        return layout.store(_placed(codes, device).clone(), _placed(scales, device))
+    fresh = write_again(_placed(_part(kept, layout.spec).float().contiguous(), device), layout)
+    if same is None:
+        return fresh
+    codes, scales, usable = (_placed(x, device) for x in same)
+    fresh_codes, fresh_scales = fresh.local_blocks()
+    assert fresh_scales is not None
+    return layout.store(torch.where(usable, codes, fresh_codes), torch.where(usable, scales, fresh_scales))
+
+
+def _same_codes(kept: Kept, layout: Layout) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Codes [n_blocks, width] and scales [n_blocks, 1] as the layout keeps them, and which blocks can be kept so.
+
+    Possible if no block of ours crosses one of theirs: a longer block of theirs lends its scale to several of ours. A
+    scale that is below the format's smallest one (an all-zero block has 0) or not finite cannot be kept.
+    """
+    theirs, grid = kept.codes, layout.local_grid()
+    if theirs is None or (theirs.format, theirs.signed) != (layout.format.name, layout.signed):
+        return None
+    if not _alike(kept.spec, layout.spec) or grid.n_blocks == 0:
+        return None
+    if grid.padding or theirs.codes.numel() != grid.n_blocks * grid.block:
+        return None
+    if theirs.block % grid.block and grid.n_blocks > 1:
+        return None
+    codec = layout.format.codec(layout.signed)
+    codes = theirs.codes.reshape(grid.n_blocks, grid.block)
+    first = torch.arange(grid.n_blocks, device=codes.device) * grid.block
+    scales = theirs.scales.float()[first // theirs.block].view(-1, 1)
+    assert codec.zero_scale is not None
+    usable = scales.isfinite() & (scales >= codec.zero_scale)
+    return codes if codec.packing == 1 else pack(codes), scales, usable
+
+
+def _part(kept: Kept, spec: ShardSpec | None) -> Tensor:
+    """This rank's part of the numbers, sharded as `spec` says. A collective where the saved ones are sharded by others.
+
+    A plain tensor is taken for the whole one, which every rank has.
+    """
+    x = kept.values()
+    if _alike(kept.spec, spec):
+        return local_of(x)
+    if kept.spec is not None:
+        x = local_of(x.full_tensor())  # type: ignore[attr-defined]
+    if spec is None:
+        return x
+    places = zip(spec.local_offset(), spec.local_shape(), strict=True)
+    return x[tuple(slice(first, first + n) for first, n in places)]
+
+
+def _alike(a: ShardSpec | None, b: ShardSpec | None) -> bool:
+    """Whether two tensors of one shape have the same shards on every rank."""
+    if a is None or b is None:
+        return a is b
+    return a.mesh == b.mesh and a.placements == b.placements
+
+
+def _placed(x: Tensor, device: torch.device) -> Tensor:
+    return x if device.type == "meta" else x.to(device)

@@ -1,0 +1,104 @@
+"""What is read of one saved parameter, and the entries of torch.optim: plain tensors under torch's names."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from functional_lowbit.convert._kept import Kept
+from functional_lowbit.convert._saved import SavedParam
+from functional_lowbit.sharding import ShardSpec, local_of
+
+
+class Read(NamedTuple):
+    """One parameter's state."""
+
+    words: str  # how errors speak of it
+    moments: Mapping[str, Kept]  # by entry: exp_avg
+    fields: Mapping[str, tuple[str, ...]]  # entry to the fields of ours that it may be
+    step: int | None = None
+    error: Tensor | None = None  # of FlashOptim: what the parameter lacks of its master
+
+
+Reader: TypeAlias = Callable[[str, SavedParam, Mapping[str, Any], Mapping[str, str]], Read]
+"""`reader(speaker, param, group, fields)`: `fields` are entries that the user has named, with their field."""
+
+FIELDS = {"exp_avg": ("mu",), "exp_avg_sq": ("nu",), "momentum_buffer": ("trace",), "square_avg": ("nu",)}
+UNSIGNED = ("exp_avg_sq", "square_avg")
+WITHOUT_OURS = {"max_exp_avg_sq": "amsgrad", "mu_product": "NAdam's schedule of momentum", "exp_inf": "Adamax"}
+
+
+def read_torch(speaker: str, param: SavedParam, group: Mapping[str, Any], fields: Mapping[str, str]) -> Read:
+    """The entries of torch.optim.
+
+    Raises:
+        ValueError: for an entry that is not understood, and for a decay that our momentum has not.
+    """
+    moments: dict[str, Kept] = {}
+    for entry, value in param.entries.items():
+        if entry == "step" or value is None:
+            continue
+        check_entry(speaker, param, entry, fields)
+        moments[entry] = plain(speaker, param, entry, value)
+    if "momentum_buffer" in moments:
+        refuse_dampening(speaker, param, group)
+    return Read(param.words, moments, fields_of(moments, group, fields), read_step(speaker, param))
+
+
+def plain(speaker: str, param: SavedParam, entry: str, value: Any) -> Kept:
+    """A moment that is a tensor of numbers."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        got = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{speaker}: {entry!r} of {param.words} must be a tensor of floats, got {got}")
+    if hasattr(local_of(value) if ShardSpec.of(value) else value, "codes"):
+        raise ValueError(f"{speaker}: {entry!r} of {param.words} is a tensor of torchao; use fl.convert.from_torchao")
+    return Kept(tuple(value.shape), lambda: value, ShardSpec.of(value))
+
+
+def read_step(speaker: str, param: SavedParam) -> int | None:
+    """The number of steps that one parameter has made; None where the library keeps none."""
+    step = param.entries.get("step")
+    if step is None:
+        return None
+    number = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or number != number or number < 0:
+        raise ValueError(f"{speaker}: 'step' of {param.words} must be a number of at least 0, got {step!r}")
+    if number != int(number):
+        raise ValueError(f"{speaker}: 'step' of {param.words} must be a whole number, got {number}")
+    return int(number)
+
+
+def check_entry(speaker: str, param: SavedParam, entry: str, fields: Mapping[str, str]) -> None:
+    """Refuse an entry that is not understood."""
+    if entry in FIELDS or entry in fields:
+        return
+    why = f" ({WITHOUT_OURS[entry]}, which no transformation here keeps)" if entry in WITHOUT_OURS else ""
+    raise ValueError(
+        f"{speaker}: {param.words} has an entry {entry!r}{why}; known are {', '.join(FIELDS)} and step; pass fields= "
+        "to say which field of the state another one is"
+    )
+
+
+def fields_of(
+    entries: Mapping[str, Any], group: Mapping[str, Any], fields: Mapping[str, str]
+) -> dict[str, tuple[str, ...]]:
+    """For each entry, the fields of ours that it may be."""
+    found = {entry: (fields[entry],) if entry in fields else FIELDS[entry] for entry in entries}
+    if "momentum_buffer" in found and "momentum_buffer" not in fields and "ns_coefficients" in group:
+        found["momentum_buffer"] = ("mu",)  # torch.optim.Muon: a running mean
+    return found
+
+
+def refuse_dampening(speaker: str, param: SavedParam, group: Mapping[str, Any]) -> None:
+    """Ours sums the whole gradient."""
+    dampening = group.get("dampening", 0)
+    if dampening and float(dampening) != 0:
+        raise ValueError(
+            f"{speaker}: group {param.group} has a dampening of {dampening}, which our trace has not; its momentum is "
+            "another sum"
+        )
+
+
+def signed(entry: str) -> bool:
+    """Whether a moment may be below zero."""
+    return entry not in UNSIGNED

@@ -1,0 +1,112 @@
+"""What an optimizer saved, in whichever of torch's shapes: parameters in order, with their entries."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class SavedParam(NamedTuple):
+    """One parameter of a saved optimizer."""
+
+    name: str | None  # None: it has only its number
+    number: int  # counted through all groups
+    group: int
+    entries: Mapping[str, Any]  # empty: it never had a gradient
+    tensor: Tensor | None = None  # the parameter itself, where the optimizer was given and not its state_dict
+
+    @property
+    def words(self) -> str:
+        """How errors speak of it."""
+        return f"parameter {self.number if self.name is None else repr(self.name)}"
+
+
+class Saved(NamedTuple):
+    """A saved optimizer."""
+
+    params: list[SavedParam]
+    groups: list[dict[str, Any]]  # hyperparameters
+
+
+def read_saved(speaker: str, saved: Any) -> Saved:
+    """Parameters, entries and hyperparameters.
+
+    Args:
+        speaker: Who speaks in errors.
+        saved: A `torch.optim.Optimizer`; its `state_dict()`; what `get_optimizer_state_dict` returned, flattened or
+            not, whose keys are names.
+
+    Raises:
+        TypeError, ValueError: for what is none of these.
+    """
+    if isinstance(saved, torch.optim.Optimizer):
+        tensors = [p for group in saved.param_groups for p in group["params"]]
+        found = read_saved(speaker, saved.state_dict())
+        return found._replace(params=[p._replace(tensor=x) for p, x in zip(found.params, tensors, strict=True)])
+    if not isinstance(saved, Mapping):
+        raise TypeError(
+            f"{speaker}: saved must be an optimizer or what its state_dict() returned, got {type(saved).__name__}"
+        )
+    if "state" not in saved and any(str(key).startswith("state.") for key in saved):
+        saved = _unflattened(saved)
+    for key, kind, words in (("state", Mapping, "dict"), ("param_groups", Sequence, "list")):
+        if key not in saved:
+            inside = [str(k) for k, v in saved.items() if isinstance(v, Mapping) and "param_groups" in v]
+            way_out = f"pass saved[{inside[0]!r}]" if inside else "pass what optimizer.state_dict() returned"
+            raise ValueError(f"{speaker}: saved has no entry {key!r}; {way_out}")
+        if not isinstance(saved[key], kind):
+            raise ValueError(f"{speaker}: saved[{key!r}] must be a {words}, got {type(saved[key]).__name__}")
+    return _of_groups(speaker, saved["state"], saved["param_groups"])
+
+
+def _of_groups(speaker: str, state: Mapping[Any, Any], saved_groups: Sequence[Any]) -> Saved:
+    params: list[SavedParam] = []
+    groups: list[dict[str, Any]] = []
+    keys: set[Any] = set()
+    for i, group in enumerate(saved_groups):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), Sequence):
+            raise ValueError(
+                f"{speaker}: saved['param_groups'][{i}] must be a dict with a list 'params'; it must come from "
+                "optimizer.state_dict()"
+            )
+        names = group.get("param_names")
+        for k, key in enumerate(group["params"]):
+            name = key if isinstance(key, str) else names[k] if names else None
+            entries = state.get(key, {})
+            if not isinstance(entries, Mapping):
+                raise ValueError(
+                    f"{speaker}: saved['state'][{key!r}] must be a dict, got {type(entries).__name__}; it must come "
+                    "from optimizer.state_dict()"
+                )
+            params.append(SavedParam(name, len(params), i, entries))
+            keys.add(key)
+        groups.append({str(k): v for k, v in group.items() if k not in ("params", "param_names")})
+    for key, entries in state.items():
+        if key not in keys and entries:
+            raise ValueError(f"{speaker}: saved['state'] has {key!r}, which is in no group; the file is damaged")
+    return Saved(params, groups)
+
+
+def _unflattened(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What `flatten_optimizer_state_dict` made one dict of: `state.layers.0.weight.exp_avg`.
+
+    A hyperparameter stands with each parameter there. Those with the same ones make a group again.
+    """
+    state: dict[str, dict[str, Any]] = {}
+    hypers: dict[str, dict[str, Any]] = {}
+    for key, value in saved.items():
+        for prefix, into in (("state.", state), ("param_groups.", hypers)):
+            if key.startswith(prefix):
+                name, entry = key.removeprefix(prefix).rsplit(".", 1)
+                into.setdefault(name, {})[entry] = value
+    groups: list[dict[str, Any]] = []
+    for name in hypers or state:
+        own = hypers.get(name, {})
+        for group in groups:
+            if repr({k: v for k, v in group.items() if k != "params"}) == repr(own):
+                group["params"].append(name)
+                break
+        else:
+            groups.append({**own, "params": [name]})
+    return {"state": state, "param_groups": groups}

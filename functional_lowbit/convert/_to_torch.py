@@ -1,0 +1,218 @@
+"""to_torch: a state of ours as the state_dict of a torch.optim optimizer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_lowbit import _interrupted
+from functional_lowbit._base import Tree
+from functional_lowbit.convert._kept import Kept
+from functional_lowbit.convert._match import Sides, match
+from functional_lowbit.convert._own import ENTRIES, is_own, kept_of, saved_of_own
+from functional_lowbit.convert._read import read_step
+from functional_lowbit.convert._saved import SavedParam
+from functional_lowbit.convert._shell import params_in_order
+from functional_lowbit.convert._slots import Slots, find_slots, listed, named_leaves
+from functional_lowbit.optim._optimizer import Optimizer
+
+SPEAKER = "to_torch"
+
+
+class Owner(NamedTuple):
+    """One parameter of the source."""
+
+    moments: dict[str, Kept]  # by entry of torch
+    step: int | None
+    tensor: Tensor | None
+
+
+class Place(NamedTuple):
+    """Where the result goes."""
+
+    params: list[SavedParam]
+    keys: list[Any]  # of the state, for each parameter
+    groups: list[dict[str, Any]]  # as they are returned
+
+
+def to_torch(
+    source: Any,
+    target: Any = None,
+    params: Tree = None,
+    *,
+    fields: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """A state of ours as the state_dict of a `torch.optim` optimizer, in float32.
+
+    `mu` becomes `exp_avg` (Muon's `momentum_buffer`), `nu` becomes `exp_avg_sq`, `trace` becomes `momentum_buffer`,
+    and `step` a float32 tensor, as torch keeps it (exact up to 2**24). Moments in few bits are read; torch rounds to
+    the parameters' dtype when it loads, and so keeps less for bfloat16 parameters. Every parameter gets a state, also
+    one that never had a gradient.
+
+    Args:
+        source: A state; an `fl.optim.Optimizer`; or what `fl.state_dict`, or such an optimizer's `state_dict()`,
+            returned. Not written to.
+        target: The torch optimizer that will load the result; or its groups, as in its `state_dict()["param_groups"]`
+            or with names as `params`. They give the hyperparameters, and the order. Needed unless `source` has groups
+            with hyperparameters of its own.
+        params: For a state, the tree that it was made for, as in `from_torch`.
+        fields: Field of the source's state by entry of torch, for entries and fields of other names.
+
+    Returns:
+        A dict for `target.load_state_dict`; with names as keys, if the groups' `params` are names, for
+        `set_optimizer_state_dict`. Sharded moments are DTensors. No memory is shared with `source`.
+
+    Raises:
+        TypeError: if `target` is neither an optimizer nor groups.
+        ValueError: for parameters that only one side has, a kind of optimizer that keeps other moments, one with
+            amsgrad or dampening, and a source with two moments for one entry.
+        RuntimeError: for a state that an interrupted step has left half-updated.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> model = torch.nn.Linear(64, 64)
+        >>> params = dict(model.named_parameters())
+        >>> state = fl.adamw8bit(1e-3).init(params)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> optimizer.load_state_dict(fl.convert.to_torch(state, optimizer, params))
+        >>> sorted(optimizer.state[model.weight])
+        ['exp_avg', 'exp_avg_sq', 'step']
+    """
+    entries = {**ENTRIES, **{f: e for e, f in (fields or {}).items()}}
+    owners, own_place = _source(source, params, entries)
+    place = own_place if target is None else _place(target)
+    if place is None:
+        raise ValueError(
+            f"{SPEAKER}: target is needed, since source has no hyperparameters; pass the torch.optim optimizer, or its "
+            "groups"
+        )
+    found = match(
+        Sides(SPEAKER, "target", "source"),
+        [p._replace(entries={"": None}) for p in place.params],
+        {name: owner.tensor for name, owner in owners.items()},
+    )
+    makers = {}
+    for name, p in found.items():
+        makers[p.number] = _checked(owners[name], p, place.groups[p.group])
+    state = {}
+    for number, (moments, step) in sorted(makers.items()):
+        made: dict[str, Any] = {} if step is None else {"step": torch.tensor(float(step), dtype=torch.float32)}
+        for entry, kept in moments.items():
+            made[entry] = kept.values().float().clone()
+        if made:
+            state[place.keys[number]] = made
+    return {"state": state, "param_groups": place.groups}
+
+
+def _source(source: Any, params: Tree, entries: Mapping[str, str]) -> tuple[dict[str, Owner], Place | None]:
+    """Parameters by name, and the source's own groups if it has hyperparameters."""
+    if isinstance(source, Optimizer):
+        owners: dict[str, Owner] = {}
+        for tree in source._trees:
+            _interrupted.refuse(SPEAKER, tree.state)
+            owners.update(_owners(find_slots(tree.state), tree.params, entries))
+        owners = {name: owners[name] for name in params_in_order(source) if name in owners}
+        return owners, _own_groups(source.state_dict()["param_groups"])
+    if is_own(source):
+        saved = saved_of_own(SPEAKER, source)
+        owners = {}
+        for p in saved.params:
+            moments = {entries[f]: kept_of(x) for f, x in p.entries.items() if f in entries}
+            if moments:
+                name = str(p.number) if p.name is None else p.name
+                owners[name] = Owner(moments, read_step(SPEAKER, p), None)
+        return owners, _own_groups(source["param_groups"]) if "param_groups" in source else None
+    _interrupted.refuse(SPEAKER, source)
+    slots = find_slots(source)
+    places = dict.fromkeys(slots.owners()) if params is None else dict(named_leaves(params))
+    return _owners(slots, places, entries), None
+
+
+def _own_groups(groups: Sequence[Mapping[str, Any]]) -> Place | None:
+    """The source's own groups, if they say with which learning rate to go on."""
+    return _place(groups) if all("lr" in group for group in groups) else None
+
+
+def _owners(slots: Slots, params: Mapping[str, Any], entries: Mapping[str, str]) -> dict[str, Owner]:
+    counters = {counter.path: int(counter.leaf) for counter in slots.counters}
+    found: dict[str, Owner] = {}
+    for slot in slots.slots:
+        if slot.field not in entries:
+            continue
+        entry = entries[slot.field]
+        step = counters.get(slot.counter or "")
+        owner = found.setdefault(slot.owner, Owner({}, step, params.get(slot.owner)))
+        if entry in owner.moments:
+            raise ValueError(
+                f"{SPEAKER}: source has two moments of parameter {slot.owner!r} that {entry!r} may be, the second at "
+                f"{slot.path}; torch keeps one"
+            )
+        owner.moments[entry] = kept_of(slot.leaf)
+        if owner.step is None and step is not None:
+            found[slot.owner] = owner._replace(step=step)
+    return {name: found[name] for name in params if name in found}
+
+
+def _place(target: Any) -> Place:
+    """Parameters, keys and groups of an optimizer, or of a list of groups."""
+    tensors: list[Any] = []
+    if isinstance(target, torch.optim.Optimizer):
+        tensors = [p for group in target.param_groups for p in group["params"]]
+        target = target.state_dict()["param_groups"]
+    if not isinstance(target, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in target):
+        raise TypeError(
+            f"{SPEAKER}: target must be a torch.optim.Optimizer or a list of its groups, got {type(target).__name__}"
+        )
+    params: list[SavedParam] = []
+    keys: list[Any] = []
+    groups: list[dict[str, Any]] = []
+    for i, group in enumerate(target):
+        own = list(group["params"])
+        names, group_keys = group.get("param_names"), []
+        for k, x in enumerate(own):
+            name = x if isinstance(x, str) else names[k] if names else None
+            n = len(params)
+            tensor = x if isinstance(x, Tensor) else tensors[n] if tensors else None
+            params.append(SavedParam(name, n, i, {}, tensor))
+            group_keys.append(x if isinstance(x, str) else n)
+        keys += group_keys
+        groups.append({**{name: value for name, value in group.items() if name != "params"}, "params": group_keys})
+    return Place(params, keys, groups)
+
+
+def _checked(owner: Owner, p: SavedParam, group: Mapping[str, Any]) -> tuple[dict[str, Kept], int | None]:
+    """What a parameter of a group gets, if its optimizer keeps that. Known ones are told by their group."""
+    moments, step = owner.moments, owner.step
+    wanted: set[str] | None = None
+    if "ns_coefficients" in group:
+        wanted, step = {"momentum_buffer"}, None
+        if set(moments) == {"exp_avg"}:
+            moments = {"momentum_buffer": moments["exp_avg"]}
+    elif "dampening" in group:
+        wanted, step = {"momentum_buffer"}, None
+        for name, rule in (("dampening", not group["dampening"]), ("momentum", bool(group.get("momentum")))):
+            if not rule:
+                raise ValueError(
+                    f"{SPEAKER}: {name} of group {p.group} of target is {group[name]}, with which torch.optim.SGD "
+                    "keeps no such momentum; change it"
+                )
+    elif "amsgrad" in group:
+        wanted = {"exp_avg", "exp_avg_sq"}
+        if group["amsgrad"]:
+            raise ValueError(
+                f"{SPEAKER}: group {p.group} of target has amsgrad, whose max_exp_avg_sq the source has not; switch it "
+                "off"
+            )
+    if wanted is not None and set(moments) != wanted:
+        raise ValueError(
+            f"{SPEAKER}: source has {listed(moments)} of {p.words}, but the optimizer of group {p.group} of target "
+            f"keeps {listed(wanted)}; it is of another kind"
+        )
+    for entry, kept in moments.items():
+        if p.tensor is not None and kept.shape != tuple(p.tensor.shape):
+            raise ValueError(
+                f"{SPEAKER}: {entry!r} of {p.words} has shape {kept.shape}, but target's parameter has "
+                f"{tuple(p.tensor.shape)}; it is the state of another model"
+            )
+    return moments, step
