@@ -81,10 +81,11 @@ CONVERT = {  # the floors of convert
 FLOORS = {n: FLOORS.get(n, set()) | {f"convert._{x}" for x in CONVERT.get(n, ())} for n in {*FLOORS, *CONVERT}}
 FLOORS[15] = {"convert"}
 CLI = [  # the floors of the command line, which uses the library as users do
-    {"mistakes", "output", "pending", "progress", "numbers", "contenders", "machine"},
-    {"folders", "foreign", "safetensors_file", "sections", "timing"},
-    {"leaves", "stores", "bench"},
-    {"inspect"},
+    {"arguments", "mistakes", "output", "pending", "progress", "numbers", "contenders", "machine"},
+    {"folders", "foreign", "recipes", "safetensors_file", "same", "sections", "timing"},
+    {"leaves", "reformat", "stores", "bench"},
+    {"conversions", "inspect", "parameters", "rewritten"},
+    {"convert", "plan"},
     {"main"},
 ]
 FLOORS |= {100 + n: {f"cli._{x}" for x in names} for n, names in enumerate(CLI)} | {199: {"cli", "__main__"}}

@@ -1,7 +1,6 @@
 """Time one AdamW step on this machine: every format of ours beside torch, and torchao and bitsandbytes if installed."""
 
 import argparse
-import re
 import statistics
 import warnings
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 
 from functional_lowbit._version import __version__
+from functional_lowbit.cli._arguments import amount, at_least_1, words
 from functional_lowbit.cli._contenders import PEERS, REFERENCE, leaves, makers, parameters, shapes, versions
 from functional_lowbit.cli._machine import machine
 from functional_lowbit.cli._mistakes import Mistake, said
@@ -28,19 +28,18 @@ Every timing of a step is taken right after one of torch's fused AdamW. Their ra
 rounds with the smallest and the largest: two runs on one machine may differ by a factor of two, a ratio from within
 one run hardly does. Buffers are donated. Nothing else should run meanwhile.
 """
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 HEAD = ("optimizer", "ns/param", "× torch fused", "min", "max", "state bytes/param", "first step")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `bench`."""
-    parser.add_argument("--size", type=_size, default=4_194_304, help="elements of all leaves, 4M or 4194304 (default)")
-    parser.add_argument("--leaves", type=_at_least_1, default=1, help="how many leaves they are split into (1)")
-    parser.add_argument("--rounds", type=_at_least_1, default=7, help="timings of each (7)")
+    parser.add_argument("--size", type=amount, default=4_194_304, help="elements of all leaves (4194304; 64M)")
+    parser.add_argument("--leaves", type=at_least_1, default=1, help="how many leaves they are split into (1)")
+    parser.add_argument("--rounds", type=at_least_1, default=7, help="timings of each (7)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of parameters (float32)")
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
-    parser.add_argument("--threads", type=_at_least_1, help="torch's threads (as many as it takes by itself)")
-    parser.add_argument("--only", type=_words, default=[], metavar="WORDS", help="only names with one of these words")
+    parser.add_argument("--threads", type=at_least_1, help="torch's threads (as many as it takes by itself)")
+    parser.add_argument("--only", type=words, default=[], metavar="WORDS", help="only names with one of these words")
     parser.add_argument("--no-peers", action="store_true", help="leave out torchao and bitsandbytes")
 
 
@@ -139,21 +138,3 @@ def _check_device(device: str) -> None:
         torch.zeros(1, device=device)
     except Exception as error:  # torch raises RuntimeError, AssertionError and others
         raise Mistake(f"--device {device!r} cannot be used here: {said(error)[:200]}") from error
-
-
-def _size(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text)
-    number = round(float(found[1]) * UNITS[found[2]]) if found else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 1, as 4194304 or 4M; got {text!r}")
-    return number
-
-
-def _at_least_1(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _words(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]

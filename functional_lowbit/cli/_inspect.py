@@ -7,7 +7,6 @@ from functional_lowbit._version import __version__
 from functional_lowbit.cli._leaves import Row, look
 from functional_lowbit.cli._mistakes import Mistake
 from functional_lowbit.cli._output import Result, counted, size, table
-from functional_lowbit.cli._pending import is_tensor
 from functional_lowbit.cli._progress import progress
 from functional_lowbit.cli._sections import Section, beside, sections
 from functional_lowbit.cli._stores import open_store
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> Result:
     if not args.no_checksums:
         with progress("compare checksums", store.size) as advance:
             damaged = store.check(advance)
-    total = sum(_nbytes(section) for section in found)
+    total = sum(section.nbytes for section in found)
     with progress("read leaves", total) as advance:
         rows = [_look(section, advance) for section in found]
     bad = len(damaged) + sum(len(s.problems) for s in found) + sum(bool(r.problems) for own in rows for r in own)
@@ -71,15 +70,11 @@ def run(args: argparse.Namespace) -> Result:
     return Result(document, _text(document, args.broken), int(bad > 0))
 
 
-def _nbytes(section: Section) -> int:
-    return sum(x.nbytes for leaf in section.leaves for x in leaf.parts.values() if is_tensor(x))
-
-
 def _look(section: Section, advance: Any) -> list[Row]:
     rows = []
     for leaf in section.leaves:
         rows.append(look(leaf))
-        advance(sum(x.nbytes for x in leaf.parts.values() if is_tensor(x)), leaf.path)
+        advance(leaf.nbytes, leaf.path)
     return rows
 
 

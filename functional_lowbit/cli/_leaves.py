@@ -14,7 +14,7 @@ from functional_lowbit._version import __version__
 from functional_lowbit.cli._foreign import read_foreign
 from functional_lowbit.cli._mistakes import Broken
 from functional_lowbit.cli._numbers import Numbers, bad_scales, count, decoded, pieces, share
-from functional_lowbit.cli._pending import is_tensor, take
+from functional_lowbit.cli._pending import take
 from functional_lowbit.cli._sections import Leaf
 from functional_lowbit.sharding import local_of
 
@@ -58,10 +58,9 @@ def look(leaf: Leaf) -> Row:
 def _row(leaf: Leaf, numbers: Numbers | None, problems: list[str]) -> Row:
     described = leaf.described or {}
     parts = described.get("parts", {})
-    nbytes = sum(x.nbytes for x in leaf.parts.values() if is_tensor(x))
     name = described.get("format") or next((str(x) for x in parts.values()), "unknown")
     return Row(
-        leaf.path, name, tuple(described.get("shape", ())), described.get("block_size"), nbytes, numbers, problems
+        leaf.path, name, tuple(described.get("shape", ())), described.get("block_size"), leaf.nbytes, numbers, problems
     )
 
 

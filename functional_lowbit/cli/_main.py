@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from functional_lowbit._version import __version__
-from functional_lowbit.cli import _bench, _inspect
+from functional_lowbit.cli import _bench, _convert, _inspect, _plan
 from functional_lowbit.cli._mistakes import Mistake
 from functional_lowbit.cli._output import as_json
 
 NAME = "functional-lowbit"
-COMMANDS = {"inspect": _inspect, "bench": _bench}
+COMMANDS = {"plan": _plan, "inspect": _inspect, "convert": _convert, "bench": _bench}
 INTERRUPTED, NOBODY_READS = 130, 141  # what a shell says of SIGINT and SIGPIPE
 EPILOG = """\
 exit status:

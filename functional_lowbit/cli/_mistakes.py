@@ -13,7 +13,7 @@ class Broken(Mistake):
     status = 1
 
 
-def said(error: BaseException, speaker: str = "") -> str:
+def said(error: BaseException | Warning | str, speaker: str = "") -> str:
     """The text of an error in one line, without who spoke."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text.removeprefix(f"{speaker}: ") if speaker else text

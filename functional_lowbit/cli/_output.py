@@ -45,14 +45,14 @@ def _finite(x: Any) -> Any:
 
 
 def size(count: float) -> str:
-    """Bytes in the unit that people read: `4.4 MB`. Units are powers of 1000, as disks and networks count."""
+    """Bytes in the unit that people read: `4.41 MB`. Units are powers of 1000, as disks and networks count."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             break
         count /= 1000
     if unit == "bytes":
         return f"{count:,.0f} {'byte' if count == 1 else 'bytes'}"
-    return f"{count:,.{0 if count >= 100 else 1}f} {unit}"
+    return f"{count:,.{0 if count >= 100 else 1 if count >= 10 else 2}f} {unit}"
 
 
 def counted(n: int, what: str) -> str:

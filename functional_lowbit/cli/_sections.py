@@ -26,6 +26,11 @@ class Leaf(NamedTuple):
     described: Mapping[str, Any] | None = None  # what the schema says of it; None for other libraries
     nonnegative: bool = False  # whether its field is known to be never below 0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors, as they are stored."""
+        return sum(x.nbytes for x in self.parts.values() if is_tensor(x))
+
 
 class Section(NamedTuple):
     """One optimizer state."""
@@ -35,6 +40,12 @@ class Section(NamedTuple):
     made_by: str  # "fl.state_dict", "fl.optim.Optimizer", "state_dict of an optimizer"
     leaves: list[Leaf]
     problems: list[tuple[str, str]]  # (path, what is wrong) of what belongs to no leaf
+    node: Mapping[Any, Any]  # the part of the checkpoint that it is
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of its leaves, as they are stored."""
+        return sum(leaf.nbytes for leaf in self.leaves)
 
 
 def sections(tree: Any) -> list[Section]:
@@ -76,7 +87,7 @@ def _inside(node: Any, where: str, depth: int) -> Iterator[Section]:
 
 def _ours(entries: Mapping[str, Any], where: str) -> Section:
     leaves, problems = _described(entries, entries[_schema.SCHEMA], "")
-    return Section(where, OURS, f"fl.state_dict{_version(entries[_schema.SCHEMA])}", leaves, problems)
+    return Section(where, OURS, f"fl.state_dict{_version(entries[_schema.SCHEMA])}", leaves, problems, entries)
 
 
 def _described(entries: Mapping[Any, Any], text: Any, prefix: str) -> tuple[list[Leaf], list[tuple[str, str]]]:
@@ -110,7 +121,7 @@ def _version(text: str) -> str:
 
 def _of_an_optimizer(saved: Mapping[str, Any], where: str) -> Section:
     """What `state_dict()` of a torch.optim.Optimizer returns, ours among them."""
-    state, names = saved["state"], _names(saved["param_groups"])
+    state, names = saved["state"], names_of(saved["param_groups"])
     leaves: list[Leaf] = []
     problems: list[tuple[str, str]] = []
     library = TORCH
@@ -129,10 +140,10 @@ def _of_an_optimizer(saved: Mapping[str, Any], where: str) -> Section:
     kinds = {_library_of(leaf) for leaf in leaves if leaf.described is None} - {TORCH}
     library = next(iter(sorted(kinds)), library)
     made_by = "fl.optim.Optimizer" if library == OURS else "state_dict of an optimizer"
-    return Section(where, library, made_by, leaves, problems)
+    return Section(where, library, made_by, leaves, problems, saved)
 
 
-def _names(groups: Any) -> dict[Any, str]:
+def names_of(groups: Any) -> dict[Any, str]:
     """The parameters' names by their numbers, as far as groups have them."""
     found: dict[Any, str] = {}
     for group in groups if isinstance(groups, (list, tuple)) else ():

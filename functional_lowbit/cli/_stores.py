@@ -16,6 +16,7 @@ from functional_lowbit.cli._mistakes import Broken, Mistake, said
 from functional_lowbit.cli._pending import no_checksum
 from functional_lowbit.cli._safetensors_file import read_header
 
+FOLDER, SAFETENSORS, TORCH = "folder of checkpoint.save", "safetensors file", "file of torch.save"
 TORCHAO = "torchao"  # whose tensor classes are known to torch.load once it is imported
 PICKLE = b"\x80"  # the first byte of a file of torch.save from before 2020, which was no zip file
 CHUNK = 1 << 22  # bytes of a file that are looked at in one go
@@ -44,7 +45,7 @@ def open_store(path: str, unsafe: bool) -> Store:
     """
     place = Path(path)
     if place.is_dir() or (not place.exists() and _folder.previous(_folder.real(place)).exists()):
-        return Store("folder of checkpoint.save", *_folders.open_folder(place, unsafe))
+        return Store(FOLDER, *_folders.open_folder(place, unsafe))
     if not place.exists():
         raise Mistake(f"there is no {path!r}")
     try:
@@ -55,7 +56,7 @@ def open_store(path: str, unsafe: bool) -> Store:
     if not start:
         raise Broken(f"{path!r} is empty")
     if place.suffix == ".safetensors" or (start[8:9] == b"{" and not start.startswith(b"PK")):
-        return Store("safetensors file", read_header(place), place.stat().st_size, no_checksum)
+        return Store(SAFETENSORS, read_header(place), place.stat().st_size, no_checksum)
     return _torch_file(place, start, unsafe)
 
 
@@ -67,7 +68,7 @@ def _torch_file(place: Path, start: bytes, unsafe: bool) -> Store:
         raise Mistake(f"{str(place)!r} is no file of torch.save, no safetensors file and no checkpoint folder")
     tree = _load(place, zipped, unsafe)
     check = (lambda advance: _zip_damage(place, advance)) if zipped else no_checksum
-    return Store("file of torch.save", tree, place.stat().st_size, check)
+    return Store(TORCH, tree, place.stat().st_size, check)
 
 
 def _load(place: Path, zipped: bool, unsafe: bool) -> Any:
