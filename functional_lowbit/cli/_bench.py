@@ -12,7 +12,7 @@ from functional_lowbit.cli._arguments import amount, at_least_1, words
 from functional_lowbit.cli._contenders import PEERS, REFERENCE, leaves, makers, parameters, shapes, versions
 from functional_lowbit.cli._machine import machine
 from functional_lowbit.cli._mistakes import Mistake, said
-from functional_lowbit.cli._output import Result, table
+from functional_lowbit.cli._output import Result, counted, table
 from functional_lowbit.cli._progress import progress
 from functional_lowbit.cli._timing import Timed, race, warm_up
 
