@@ -29,7 +29,6 @@ from functional_lowbit._memory_plan import memory_plan as memory_plan
 from functional_lowbit._norm import global_norm as global_norm
 from functional_lowbit._numerics import sqrt as sqrt
 from functional_lowbit._quantized import QuantizedTensor as QuantizedTensor, quantize as quantize
-from functional_lowbit._report import Report as Report, Row as Row
 from functional_lowbit._version import __version__ as __version__
 from functional_lowbit.transforms._adam import (
     ScaleByAdamState as ScaleByAdamState,
@@ -71,6 +70,12 @@ from functional_lowbit.transforms._orthogonalize import (
     ScaleByMuonState as ScaleByMuonState,
     orthogonalize as orthogonalize,
     scale_by_muon as scale_by_muon,
+)
+from functional_lowbit.transforms._record_error import (
+    QuantizationErrorState as QuantizationErrorState,
+    quantization_error as quantization_error,
+    record_quantization_error as record_quantization_error,
+    recorded_quantization_error as recorded_quantization_error,
 )
 from functional_lowbit.transforms._scale import (
     scale as scale,

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Annotated, Any, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
 
 from torch import Tensor
@@ -138,10 +139,15 @@ def statistics_of(state_class: type) -> dict[str, Statistic]:
 def _hints(state_class: type) -> dict[str, Any]:
     """Annotations; as text where they cannot be resolved."""
     try:
-        return get_type_hints(state_class, include_extras=True)
+        return _resolved(state_class)
     except NameError:
         hints = getattr(state_class, "__annotations__", {})
         return {name: getattr(hint, "__forward_arg__", hint) for name, hint in hints.items()}  # NamedTuple wraps text
+
+
+@lru_cache(maxsize=1024)
+def _resolved(state_class: type) -> dict[str, Any]:
+    return get_type_hints(state_class, include_extras=True)
 
 
 def _marked(hint: Any, kind: type) -> Any:

@@ -17,8 +17,9 @@ from functional_lowbit._donate import apart, copy_leaf, into_old, storages
 from functional_lowbit._kernel import KernelKey, Stage
 from functional_lowbit._low_bit import read_moments
 from functional_lowbit._noise import Noise, Start
-from functional_lowbit._program import GateOp, LeafOp, Op, OpaqueOp, Program, lower
+from functional_lowbit._program import GateOp, LeafOp, ObserveOp, Op, OpaqueOp, Program, lower
 from functional_lowbit._quantized import QuantizedTensor
+from functional_lowbit._renewal import compare, renewed
 from functional_lowbit._run import Run, block_size_of, codec_of, grid_of_moments, shapes_of, vector
 from functional_lowbit.sharding import ShardSpec, local_of
 from functional_lowbit.transforms._master import MasterWeights, MasterWeightsState, local_codes
@@ -45,6 +46,32 @@ class Step:
     def graphs(self) -> int:
         """Graphs compiled so far for the kernels that this step uses. It stays the same after the first step."""
         return sum(kernel.graphs for kernel in self._used.values())
+
+    def renew(self, tx: GradientTransformation) -> None:
+        """Go on with a transformation that was made anew, by the same function with other numbers.
+
+        States and kernels stay as they are. A number that is not a hyperparameter but a part of a leaf function (held
+        in its closure, or given as a default) is a part of the compiled code: another one is compiled anew.
+
+        Raises:
+            TypeError: if `tx` is no GradientTransformation.
+            ValueError: if it is not built like the one before: other parts, or another format.
+
+        Example:
+            >>> import torch, functional_lowbit as fl
+            >>> tx, params = fl.sgd(0.5), {"w": torch.ones(2)}
+            >>> step, state = fl.compile(tx, backend="eager"), tx.init(params)
+            >>> step.renew(fl.sgd(0.25))
+            >>> step({"w": torch.ones(2)}, state, params)[0]
+            {'w': tensor([0.7500, 0.7500])}
+        """
+        _check.transformation("Step.renew", "tx", tx)
+        master, update = self._master, tx.update
+        if master is not None:
+            compare(master, update, "Step.renew")
+            master, update = _unwrap_master(update)
+        self._program, self._master = renewed(self._program, update, "Step.renew"), master
+        self._ops = list(self._program.ops())
 
     @torch.no_grad()
     def __call__(self, grads: Tree, state: Any, params: Tree, **extra: Any) -> tuple[Tree, Any]:
@@ -89,10 +116,16 @@ class Step:
                 )
                 pending.append(i)
                 continue
+            if isinstance(op, ObserveOp) and not op.part.wants(run.states[i]):
+                new_states[i] = op.part.pass_by(run.states[i])
+                continue
             pending = self._flush(run, pending)
             if isinstance(op, GateOp):
                 is_open, new_states[i] = op.part.decide(run.update_tree(run.active[i]), run.states[i])
                 run.gates[op.gate] = is_open
+            elif isinstance(op, ObserveOp):
+                trees = run.update_tree(run.active[i]), run.states[i], run.param_tree(run.active[i])
+                new_states[i] = op.part.observe(*trees, run.extra)
             else:
                 new_states[i] = self._call_opaque(run, op, run.states[i])
         self._run_leaf_ops(run, pending, apply=True)
@@ -275,10 +308,11 @@ class Step:
             else:
                 news = {n: v for n, v in new_states[i]._asdict().items() if v is not getattr(old, n)}
             for name, new in news.items():
-                place = getattr(old, name)
-                for gate in op.gates:
-                    new = torch.where(run.gates[gate].to(new.device), new, place)
-                place.copy_(new)
+                for place, value in zip(_tree.leaves(getattr(old, name)), _tree.leaves(new), strict=True):
+                    place, value = local_of(place), local_of(value)
+                    for gate in op.gates:
+                        value = torch.where(run.gates[gate].to(value.device), value, place)
+                    place.copy_(value)
             new_states[i] = old
 
 

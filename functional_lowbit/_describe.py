@@ -11,7 +11,7 @@ from functional_lowbit._quantized import QuantizedTensor
 from functional_lowbit._report import Report, Row
 from functional_lowbit.sharding import local_of
 
-WHY = {"shared": "shared by all leaves", "statistic": "a statistic of its leaf"}
+WHY = {"shared": "shared by all leaves", "statistic": "a statistic of its leaf", "number": "a number of its leaf"}
 
 
 def describe(state: Any, params: Tree = None) -> Report:
@@ -68,12 +68,13 @@ def _why_plain(leaf: Tensor, threshold: int | None) -> str:
 
 
 def _leaves(node: Any, path: str, threshold: int | None, kind: str) -> Iterator[tuple[str, Any, int | None, str]]:
-    """(path, leaf, threshold of the leaf's moment field, "moment", "statistic" or "shared")."""
+    """(path, leaf, threshold of the leaf's moment field, "moment", "statistic", "number" or "shared")."""
     level = None if isinstance(node, QuantizedTensor) else _tree.children(node)
     if level is None:
         yield path, node, threshold, kind
         return
     declared, statistics = moments_of(type(node)), statistics_of(type(node))
+    numbers = getattr(type(node), "PER_LEAF", ())
     for kid, name in zip(level[0], level[1], strict=True):
         inside = f"{path}.{name}" if path else name
         if name in declared:
@@ -82,4 +83,6 @@ def _leaves(node: Any, path: str, threshold: int | None, kind: str) -> Iterator[
             ]
             yield from _leaves(kid, inside, next((t for t in found if t is not None), None), "moment")
         else:
-            yield from _leaves(kid, inside, threshold, "statistic" if name in statistics else kind)
+            yield from _leaves(
+                kid, inside, threshold, "statistic" if name in statistics else "number" if name in numbers else kind
+            )

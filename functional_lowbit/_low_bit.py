@@ -110,6 +110,10 @@ class LowBit(Composite):
             return format.block_size
         return min((f.block_size for f in self.by_field.values() if f.scaled), default=format.block_size)
 
+    def structure(self) -> Any:
+        """How moments are stored."""
+        return self.by_field or self.format, self.block_size, self.min_size
+
     def split(self, state: Any) -> Sequence[Any]:
         """The state itself: it has the inner structure."""
         return (state,)
@@ -123,7 +127,7 @@ class LowBit(Composite):
         full = read_moments(state)
         updates, new = call_update(self.inner[0].update, updates, full, params, extra)
         return updates, map_moments(
-            lambda field, moment, tree, old, read: _each_stored(_write, old, tree, read), new, state, full
+            lambda field, moment, tree, old, read: _each_stored(store_again, old, tree, read), new, state, full
         )
 
 
@@ -148,7 +152,7 @@ def _read(leaf: Any) -> Any:
     return leaf.dequantize() if isinstance(leaf, QuantizedTensor) else leaf
 
 
-def _write(old: Any, new: Any, read: Any) -> Any:
+def store_again(old: Any, new: Any, read: Any) -> Any:
     """Store a new moment. A block that did not change keeps its codes: not every format writes what it read again."""
     if not isinstance(old, QuantizedTensor):
         return new

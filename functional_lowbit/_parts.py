@@ -36,6 +36,10 @@ class Part(ABC):
     def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         """The pure update."""
 
+    def structure(self) -> Any:
+        """What this part's states are built by, beside inner parts: one made anew with other numbers has the same."""
+        return ()
+
 
 class Composite(Part):
     """A part that holds other parts, and their states inside its own."""

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from functional_lowbit import _tree
 from functional_lowbit._base import Tree
+from functional_lowbit._observing import Observing
 from functional_lowbit._parts import Composite, Gated
 from functional_lowbit._rule import Leafwise
 
@@ -33,13 +34,21 @@ class GateOp:
 
 
 @dataclass(frozen=True)
+class ObserveOp:
+    """A look at updates, state and parameters, at some steps."""
+
+    part: Observing
+    gates: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class OpaqueOp:
     """An update function that is called as it is."""
 
     update: Any
 
 
-Op: TypeAlias = LeafOp | GateOp | OpaqueOp
+Op: TypeAlias = LeafOp | GateOp | ObserveOp | OpaqueOp
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class Program:
     """The operations of one part, and the parts inside it in the same order."""
 
     update: Any
-    own: Op | None  # a leaf function, an opaque update, or a gate in front of the inner programs
+    own: Op | None  # a leaf function, an opaque update, or a gate or a look in front of the inner programs
     inner: "tuple[Program, ...]" = ()
 
     def ops(self) -> "Iterator[Op]":
@@ -94,11 +103,13 @@ def _lower(update: Any, gates: tuple[int, ...], counter: list[int]) -> Program:
         return Program(update, LeafOp(update, gates))
     if not isinstance(update, Composite):
         return Program(update, OpaqueOp(update))
-    own = None
+    own: Op | None = None
     if isinstance(update, Gated):
         own = GateOp(update, counter[0], gates)
         gates = (*gates, counter[0])
         counter[0] += 1
+    elif isinstance(update, Observing):
+        own = ObserveOp(update, gates)
     inner = tuple(_lower(tx.update, gates, counter) for tx in update.inner)
     if not update.sequential and any(isinstance(op, OpaqueOp) for program in inner for op in program.ops()):
         # What a mask, a gate or low_bit does to an unknown update, only the wrapper itself can do.

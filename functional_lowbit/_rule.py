@@ -63,6 +63,10 @@ class Leafwise(Part):
         """Fields of the state that are one value for the whole tree."""
         return [name for name in self.state_class._fields if name not in self.leaf_fields]
 
+    def structure(self) -> Any:
+        """The state's class and its fields, and what the leaf function is given."""
+        return self.state_class, tuple(self.moments.items()), tuple(self.statistics), self.elementwise, self.reduces
+
     def check_declaration(self) -> bool:
         """Refuse a function that is declared elementwise and is not. It is tried once; False if that was not possible.
 

@@ -27,13 +27,14 @@ FLOORS = {
         "_headers",
         "_model_config",
         "_report",
+        "_error_report",
     },
     1: {"_folder", "_tree", "_grid", "formats._format", "_cpp_source", "_cpp_norm"},
     2: {"_guard", "_interrupted", "sharding"}
     | {f"formats.{x}" for x in ("companded", "dynamic", "floats", "fp8", "root4")},
     3: {"_check", "formats", "_collectives", "_current", "_index", "_parts", "_plan_params", "_planned_mesh", "_task"},
     4: {"_quantized", "_exact_sum", "_like_params", "_norm", "_statistics", "_whole", "schedules"},
-    5: {"_rule", "reduce", "tree"},
+    5: {"_observing", "_rule", "reduce", "tree"},
     6: {
         "_leafwise",
         "_low_bit",
@@ -48,17 +49,18 @@ FLOORS = {
     },
     7: {
         "_memory_plan",
+        "_quantization_error",
         "_native",
         "_reading",
+        "_renewal",
         "transforms._chain",
         "transforms._clip",
         "transforms._masked",
         "transforms._scale",
     }
-    | {"transforms._centralize", "transforms._factored", "transforms._trust_ratio"}
-    | {"_memory_plan"},
+    | {"transforms._centralize", "transforms._factored", "transforms._trust_ratio"},
     8: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
-    | {"transforms._orthogonalize"},
+    | {"transforms._orthogonalize", "transforms._record_error"},
     9: {"_run", "_donate", "_safetensors", "transforms._adam", "transforms._lion"},
     10: {"_compile", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"},
     11: {"optim._groups", "optim._param_tree"},

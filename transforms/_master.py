@@ -42,6 +42,10 @@ class MasterWeights(Part):
             _tree.unflatten(treedef, codes), init_with(self.inner, _tree.unflatten(treedef, masters), rest)
         )
 
+    def structure(self) -> Any:
+        """How wide an error is."""
+        return self.bits
+
     def _no_error(self, p: Tensor) -> Tensor | None:
         if p.dtype not in HALF_DTYPES:
             return None

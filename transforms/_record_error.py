@@ -1,0 +1,260 @@
+"""Quantization errors: of one step, and recorded while training."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_lowbit import _check, _tree
+from functional_lowbit._base import GradientTransformation, Tree
+from functional_lowbit._error_report import ErrorReport, ErrorRow
+from functional_lowbit._like_params import like_params, rest_in_float32
+from functional_lowbit._observing import Observing
+from functional_lowbit._parts import Rest, init_with
+from functional_lowbit._quantization_error import UPDATE, at_paths, by_path, errors_of, leaves_stand_alone, moment_trees
+from functional_lowbit._quantized import QuantizedTensor
+
+
+Numbers = tuple[float, float, float]
+"""The error of the last look, the mean and the largest."""
+
+
+class QuantizationErrorState(NamedTuple):
+    """Errors of the moments and of the update, by the moment's name or "update"; all on the CPU, the same on each rank.
+
+    They are relative, in the Euclidean norm; 0 before the first look.
+    """
+
+    PER_LEAF = ("looks", "last", "mean", "largest")
+
+    step: Tensor  # int64[]; updates made so far
+    last_step: Tensor  # int64[]; updates made before the last look
+    looks: Tree  # int64[], like params; looks at each leaf
+    last: dict[str, Tree]  # float32[], like params; at the last look
+    mean: dict[str, Tree]  # float32[], like params; over all looks
+    largest: dict[str, Tree]  # float32[], like params; over all looks
+    inner_state: Any
+
+
+class RecordQuantizationError(Observing):
+    """The `update` of `record_quantization_error`."""
+
+    def __init__(self, inner: GradientTransformation, every: int):
+        self.inner = (inner,)
+        self.every = every
+        self._alone: bool | None = None
+
+    def init(self, params: Tree) -> QuantizationErrorState:
+        """The inner state, and nothing seen yet."""
+        return self.init_state(params, rest_in_float32)
+
+    def init_state(self, params: Tree, rest: Rest) -> QuantizationErrorState:
+        """The inner state, and nothing seen yet."""
+        if rest is not rest_in_float32:
+            raise ValueError(
+                "record_quantization_error: low_bit must be inside, since what is outside stores what this one cannot "
+                "see; write record_quantization_error(low_bit(tx))"
+            )
+        inner_state = init_with(self.inner[0], params, rest)
+        trees = moment_trees(inner_state)
+        trees[UPDATE] = params
+
+        def none_yet() -> dict[str, Tree]:
+            return {name: at_paths(lambda path, _: _number(torch.float32), tree) for name, tree in trees.items()}
+
+        return QuantizationErrorState(
+            step=_number(torch.int64),
+            last_step=_number(torch.int64),
+            looks=at_paths(lambda path, _: _number(torch.int64), params),
+            last=none_yet(),
+            mean=none_yet(),
+            largest=none_yet(),
+            inner_state=inner_state,
+        )
+
+    def split(self, state: Any) -> Sequence[Any]:
+        """The inner state."""
+        _check.state_class("record_quantization_error.update", state, QuantizationErrorState)
+        return (state.inner_state,)
+
+    def join(self, state: Any, states: Sequence[Any]) -> QuantizationErrorState:
+        """The same errors beside a new inner state."""
+        return state._replace(inner_state=states[0])
+
+    def wants(self, state: Any) -> bool:
+        """At the first step, and at every so many after it."""
+        return int(state.step) % self.every == 0
+
+    def pass_by(self, state: Any) -> Any:
+        """One step more."""
+        return state._replace(step=state.step + 1)
+
+    def observe(self, updates: Tree, state: Any, params: Tree, extra: dict[str, Any]) -> Any:
+        """Look at every leaf that has a gradient."""
+        if self._alone is None:
+            self._alone = leaves_stand_alone(self.inner[0].update)
+        errors = errors_of(self.inner[0].update, updates, state.inner_state, params, extra, self._alone)
+        looks = at_paths(lambda path, n: n + 1 if path in errors[UPDATE] else n, state.looks)
+        count = by_path(looks)
+
+        def each(function: Callable[[Tensor, Tensor, Tensor], Tensor], trees: dict[str, Tree]) -> dict[str, Tree]:
+            """`function(old number, error, number of looks)` at each leaf that was looked at."""
+
+            def moved(name: str, path: str, old: Tensor) -> Tensor:
+                return function(old, errors[name][path], count[path]) if path in errors[name] else old
+
+            return {name: at_paths(partial(moved, name), tree) for name, tree in trees.items()}
+
+        return state._replace(
+            step=state.step + 1,
+            last_step=state.step.clone(),
+            looks=looks,
+            last=each(lambda old, error, n: error, state.last),
+            mean=each(lambda old, error, n: old + (error - old) / n, state.mean),
+            largest=each(lambda old, error, n: torch.maximum(old, error), state.largest),
+        )
+
+
+def record_quantization_error(tx: GradientTransformation, every: int = 100) -> GradientTransformation:
+    """Record, while training, how far the moments of each leaf and its update are moved when moments are rounded.
+
+    Updates and the inner state are those of `tx`, bit for bit. At the first step, and at every `every` steps after it,
+    the step is made again in float32: how far are the stored moments from the unrounded ones, and how far is the next
+    update that is made of them from the one that unrounded ones would give, with the same gradient? Between the looks a
+    step costs what it does without this.
+
+    Put it directly around `low_bit`, inside of clips and accumulation: `chain(clip, record_quantization_error(
+    adamw8bit(lr)))`. Then a look needs memory for some leaves in float32 at a time, at most a sixteenth of all, or the
+    largest one. Where `tx` needs all leaves together, it needs it for all.
+
+    Args:
+        tx: A transformation with `low_bit` inside.
+        every: Steps from one look to the next, >= 1. A look costs about as much as four steps of plain torch.
+
+    Returns:
+        A transformation with a `QuantizationErrorState`; `recorded_quantization_error(state)` is a report of it, and
+        `plot.quantization_error` a picture. A leaf without a gradient is not looked at.
+
+    Raises:
+        TypeError: if `tx` is no GradientTransformation, or `every` no int.
+        ValueError: for an `every` below 1; at `init`, if it stands inside `low_bit`.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> tx = fl.record_quantization_error(fl.adam8bit(1e-3), every=10)
+        >>> params = {"w": torch.zeros(64, 64)}
+        >>> grads = {"w": torch.linspace(-1, 1, 4096).view(64, 64)}
+        >>> _, state = tx.update(grads, tx.init(params), params)
+        >>> print(fl.recorded_quantization_error(state))
+        path  what    format        error     mean  largest
+        w     mu      companded8  0.449 %  0.449 %  0.449 %
+        w     nu      companded8  0.231 %  0.231 %  0.231 %
+        w     update  companded8  0.234 %  0.234 %  0.234 %
+    """
+    _check.transformation("record_quantization_error", "tx", tx)
+    if not isinstance(every, int) or isinstance(every, bool):
+        raise TypeError(f"record_quantization_error: every must be an int, got {type(every).__name__}")
+    if every < 1:
+        raise ValueError(f"record_quantization_error: every must be at least 1, got {every}")
+    part = RecordQuantizationError(tx, every)
+    return GradientTransformation(part.init, part)
+
+
+def quantization_error(
+    tx: GradientTransformation, grads: Tree, state: Any, params: Tree = None, **extra: Any
+) -> ErrorReport:
+    """How far the next step's rounding moves the moments of each leaf, and the update that is made of them.
+
+    Nothing is changed. The step is made in float32 with the moments as they are read: the error of a moment is
+    |stored - unrounded| / |unrounded|, where "stored" is what is read back after rounding. Then the step after it is
+    made twice, from both, with the same gradient and parameters: the error of the update is the relative difference.
+    It is what one rounding does, in the Euclidean norm; elements that are not finite are left out.
+
+    Args:
+        tx: A transformation with `low_bit` inside.
+        grads: Gradients; leaves of None are left out.
+        state: The state before the step. Every rank must call this together.
+        params: The parameters.
+        **extra: As for `tx.update`.
+
+    Returns:
+        An `ErrorReport`: a row for each moment of each leaf, and for each update. Moments that rest in float32 have 0.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> tx, params = fl.sgd8bit(0.1), {"w": torch.zeros(64, 64)}
+        >>> report = fl.quantization_error(tx, {"w": torch.linspace(-1, 1, 4096).view(64, 64)}, tx.init(params))
+        >>> [(row.what, round(row.error, 4)) for row in report.rows]
+        [('trace', 0.0045), ('update', 0.0021)]
+    """
+    _check.transformation("quantization_error", "tx", tx)
+    if params is not None:
+        grads = like_params("quantization_error", grads, params)
+    errors = errors_of(tx.update, grads, state, params, extra, leaves_stand_alone(tx.update))
+    found: dict[str, dict[str, Numbers]] = {
+        name: {path: (float(e), float(e), float(e)) for path, e in of.items()} for name, of in errors.items()
+    }
+    return ErrorReport(_rows(state, found, dict.fromkeys(errors[UPDATE], 1)))
+
+
+def recorded_quantization_error(state: Any) -> ErrorReport:
+    """What `record_quantization_error` has recorded.
+
+    Args:
+        state: A state with a `QuantizationErrorState` somewhere inside; of several, the first counts.
+
+    Returns:
+        An `ErrorReport`, with a row for each leaf that was looked at. It holds numbers, no tensors: keep one now and
+        then for a history.
+
+    Raises:
+        ValueError: if there is none in the state.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> tx = fl.record_quantization_error(fl.lion8bit(1e-3), every=10)
+        >>> fl.recorded_quantization_error(tx.init({"w": torch.zeros(64, 64)}))
+        ErrorReport(rows=(), step=None)
+    """
+    own = _find(state)
+    if own is None:
+        raise ValueError(
+            "recorded_quantization_error: the state has no QuantizationErrorState inside; use "
+            "fl.record_quantization_error(tx)"
+        )
+    looks = {path: int(n) for path, n in by_path(own.looks).items() if int(n)}
+    found: dict[str, dict[str, Numbers]] = {}
+    for name in own.last:
+        kinds = [by_path(trees[name]) for trees in (own.last, own.mean, own.largest)]
+        last, mean, largest = ({path: float(x) for path, x in kind.items()} for kind in kinds)
+        found[name] = {path: (last[path], mean[path], largest[path]) for path in last if path in looks}
+    return ErrorReport(_rows(own.inner_state, found, looks), int(own.last_step) if looks else None)
+
+
+def _rows(state: Any, errors: dict[str, dict[str, Numbers]], looks: dict[str, int]) -> tuple[ErrorRow, ...]:
+    """Leaf by leaf: its moments, then its update."""
+    resting = {name: {p: _format(x) for p, x in by_path(tree).items()} for name, tree in moment_trees(state).items()}
+    rows = []
+    for path, n in looks.items():
+        kinds = {name: of[path] for name, of in resting.items() if path in of}
+        kinds[UPDATE] = " and ".join(dict.fromkeys(kinds.values()))
+        rows += [ErrorRow(path, name, kinds[name], *of[path], n) for name, of in errors.items() if path in of]
+    return tuple(rows)
+
+
+def _format(leaf: Any) -> str:
+    return leaf.format.name if isinstance(leaf, QuantizedTensor) else "float32"
+
+
+def _find(state: Any) -> QuantizationErrorState | None:
+    if isinstance(state, QuantizationErrorState):
+        return state
+    level = None if isinstance(state, QuantizedTensor) else _tree.children(state)
+    return None if level is None else next((s for s in map(_find, level[0]) if s is not None), None)
+
+
+def _number(dtype: torch.dtype) -> Tensor:
+    """A counter or an error at 0, whatever the default device."""
+    return torch.zeros((), dtype=dtype, device="cpu")
