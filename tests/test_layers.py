@@ -66,22 +66,23 @@ FLOORS = {
     11: {"optim._groups", "optim._param_tree"},
     12: {"optim._optimizer"},
     13: {"optim"},
-    20: {"", "transforms"},  # what users import
+    14: {"", "transforms"},  # what users import
 }
-CONVERT = {  # the floors of convert
-    0: {"saved"},
-    1: {"match"},
-    4: {"blocks"},
-    5: {"slots"},
-    8: {"kept"},
-    9: {"read"},
-    10: {"bitsandbytes", "flashoptim", "masters", "own", "torchao"},
-    11: {"fill", "library"},
-    13: {"shell"},
-    14: {"from", "to_torch"},
+TOP = max(FLOORS)
+CONVERT = {  # whose last modules stand between the shells and what users import
+    0: {"_saved"},
+    1: {"_match"},
+    4: {"_blocks"},
+    8: {"_kept", "_slots"},
+    9: {"_read"},
+    10: {"_bitsandbytes", "_flashoptim", "_masters", "_own", "_torchao"},
+    11: {"_fill", "_library"},
+    TOP: {"_shell"},
+    TOP + 1: {"_from", "_to_torch"},
 }
-FLOORS = {n: FLOORS.get(n, set()) | {f"convert._{x}" for x in CONVERT.get(n, ())} for n in {*FLOORS, *CONVERT}}
-FLOORS[15] = {"convert"}
+FLOORS |= {TOP: set(), TOP + 1: set(), TOP + 2: {"convert"}, TOP + 3: FLOORS[TOP]}
+for floor, names in CONVERT.items():
+    FLOORS[floor] = FLOORS[floor] | {f"convert.{name}" for name in names}
 CLI = [  # the floors of the command line, which uses the library as users do
     {"arguments", "mistakes", "output", "pending", "progress", "numbers", "contenders", "machine"},
     {"folders", "foreign", "recipes", "safetensors_file", "same", "sections", "timing"},

@@ -117,7 +117,7 @@ def _text(document: dict[str, Any]) -> str:
     parts = [
         document["machine"],
         named,
-        f"{what} {split}, {document['rounds']} rounds",
+        f"{what} {split}, {counted(document['rounds'], 'round')}",
         "",
         table(HEAD, lines, HEAD[1:]),
     ]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import functional_lowbit as fl
+from functional_lowbit._report import Report
 from functional_lowbit._version import __version__
 from functional_lowbit.cli._arguments import at_least_1, words
 from functional_lowbit.cli._mistakes import Mistake, said
@@ -89,14 +90,14 @@ def run(args: argparse.Namespace) -> Result:
     return Result(document, _text(document, reports[0].table(all_rows=True) if args.leaves else None))
 
 
-def _report(tx: fl.GradientTransformation, params: Params, mesh: tuple[int, ...] | None) -> fl.Report:
+def _report(tx: fl.GradientTransformation, params: Params, mesh: tuple[int, ...] | None) -> Report:
     try:
         return fl.memory_plan(tx, params, mesh=mesh)
     except (TypeError, ValueError) as error:
         raise Mistake(said(error, "memory_plan")) from error
 
 
-def _row(optimizer: str, format: str, report: fl.Report) -> dict[str, Any]:
+def _row(optimizer: str, format: str, report: Report) -> dict[str, Any]:
     row: dict[str, Any] = {"optimizer": optimizer, "format": format, **report.to_dict()}
     del row["rows"]
     row.pop("ranks", None)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from functional_lowbit import _tree
-from functional_lowbit._split import HALF_DTYPES, write_master
+from functional_lowbit._split import HALF_DTYPES, SHIFT, write_master
 from functional_lowbit.convert._read import Read
 from functional_lowbit.convert._slots import named_leaves
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
@@ -84,9 +84,13 @@ def split(p: Tensor, error: Tensor, bits: int) -> Tensor:
     Returns:
         int8 or int16, like p: the nearest codes that leave the parameter as it is.
     """
-    near, codes = write_master(master_of(p, error), p.dtype, bits)
+    master = master_of(p, error)
+    near, codes = write_master(master, p.dtype, bits)
     # A master halfway to the next number is the next number's here, and may be its neighbour's there.
-    return torch.where(near.view(torch.int16) == p.view(torch.int16), codes, torch.iinfo(codes.dtype).max)
+    reach = 1 << (min(bits, SHIFT[p.dtype]) - 1)
+    outward = torch.where(master.abs() > p.float().abs(), reach - 1, -reach)
+    outward = torch.where(p == 0, torch.where(master < 0, 1 - reach, reach - 1), outward)
+    return torch.where(near == p, codes, outward.to(codes.dtype))
 
 
 def master_of(p: Tensor, error: Tensor) -> Tensor:

@@ -51,8 +51,9 @@ def _checked(sides: Sides, targets: Mapping[str, Any], found: dict[str, SavedPar
             raise ValueError(
                 f"{sides.speaker}: {sides.saved} has {p.words}, which {sides.target} has not; {_near(name, targets)}"
             )
+    frozen = _frozen(targets)
     for name in targets:
-        if name not in found and not _is_frozen(name, targets):
+        if name not in found and name not in frozen:
             raise ValueError(
                 f"{sides.speaker}: {sides.target} has parameter {name!r}, which {sides.saved} has not; "
                 f"{_near(name, found)}"
@@ -63,7 +64,8 @@ def _checked(sides: Sides, targets: Mapping[str, Any], found: dict[str, SavedPar
 def _in_order(sides: Sides, saved: Sequence[SavedParam], targets: Mapping[str, Any]) -> dict[str, SavedParam]:
     names = list(targets)
     if len(saved) != len(names):
-        names = [name for name in names if not _is_frozen(name, targets)]
+        frozen = _frozen(targets)
+        names = [name for name in names if name not in frozen]
     if len(saved) != len(names):
         raise ValueError(
             f"{sides.speaker}: {sides.saved} has {len(saved)} parameters, {sides.target} {len(targets)}; it is the "
@@ -72,10 +74,10 @@ def _in_order(sides: Sides, saved: Sequence[SavedParam], targets: Mapping[str, A
     return dict(zip(names, saved, strict=True))
 
 
-def _is_frozen(name: str, targets: Mapping[str, Any]) -> bool:
-    """Whether a parameter needs no gradient, while others do."""
-    needs = {n: bool(getattr(p, "requires_grad", False)) for n, p in targets.items()}
-    return not needs[name] and any(needs.values())
+def _frozen(targets: Mapping[str, Any]) -> set[str]:
+    """Parameters that need no gradient, while others do."""
+    still = {name for name, p in targets.items() if not getattr(p, "requires_grad", False)}
+    return still if len(still) < len(targets) else set()
 
 
 def _near(name: str, others: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from functional_lowbit.convert._kept import Kept
 from functional_lowbit.convert._saved import SavedParam
-from functional_lowbit.sharding import ShardSpec, local_of
+from functional_lowbit.sharding import ShardSpec
 
 
 class Read(NamedTuple):
@@ -50,8 +50,6 @@ def plain(speaker: str, param: SavedParam, entry: str, value: Any) -> Kept:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{speaker}: {entry!r} of {param.words} must be a tensor of floats, got {got}")
-    if hasattr(local_of(value) if ShardSpec.of(value) else value, "codes"):
-        raise ValueError(f"{speaker}: {entry!r} of {param.words} is a tensor of torchao; use fl.convert.from_torchao")
     return Kept(tuple(value.shape), lambda: value, ShardSpec.of(value))
 
 

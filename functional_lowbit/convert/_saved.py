@@ -71,6 +71,11 @@ def _of_groups(speaker: str, state: Mapping[Any, Any], saved_groups: Sequence[An
                 "optimizer.state_dict()"
             )
         names = group.get("param_names")
+        if names and len(names) != len(group["params"]):
+            raise ValueError(
+                f"{speaker}: saved['param_groups'][{i}] has {len(names)} names for {len(group['params'])} parameters; "
+                "the file is damaged"
+            )
         for k, key in enumerate(group["params"]):
             name = key if isinstance(key, str) else names[k] if names else None
             entries = state.get(key, {})

@@ -9,6 +9,7 @@ from torch import Tensor
 from functional_lowbit import _tree
 from functional_lowbit._base import Tree, moments_of
 from functional_lowbit._quantized import QuantizedTensor
+from functional_lowbit.transforms._masked import MaskedNode
 
 COUNTERS = ("step", "gradient_step")  # fields that count the updates made; int64[]
 
@@ -87,12 +88,12 @@ def find_slots(state: Any) -> Slots:
 def named_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
     """(path, leaf) in the order in which dicts were filled, as `model.parameters()` goes; not sorted, as trees are.
 
-    The leaf is None where a mask has taken it out, or where the tree has None.
+    The leaf is None where a mask has taken it out. What is None in the tree is no leaf.
     """
     level = None if isinstance(tree, QuantizedTensor) else _tree.children(tree)
     if level is None:
         yield path, tree
-    elif not level[0] and not isinstance(tree, (dict, list, tuple)):
+    elif isinstance(tree, MaskedNode):
         yield path, None
     elif isinstance(tree, dict):
         for name, kid in tree.items():

@@ -18,6 +18,7 @@ from functional_lowbit.convert._slots import Slots, find_slots, listed, named_le
 from functional_lowbit.optim._optimizer import Optimizer
 
 SPEAKER = "to_torch"
+HYPERS = ({"lr", "betas", "eps", "weight_decay"}, {"lr", "momentum", "dampening", "weight_decay", "nesterov"})
 
 
 class Owner(NamedTuple):
@@ -55,7 +56,7 @@ def to_torch(
             returned. Not written to.
         target: The torch optimizer that will load the result; or its groups, as in its `state_dict()["param_groups"]`
             or with names as `params`. They give the hyperparameters, and the order. Needed unless `source` has groups
-            with hyperparameters of its own.
+            with all hyperparameters that Adam or SGD has.
         params: For a state, the tree that it was made for, as in `from_torch`.
         fields: Field of the source's state by entry of torch, for entries and fields of other names.
 
@@ -84,8 +85,8 @@ def to_torch(
     place = own_place if target is None else _place(target)
     if place is None:
         raise ValueError(
-            f"{SPEAKER}: target is needed, since source has no hyperparameters; pass the torch.optim optimizer, or its "
-            "groups"
+            f"{SPEAKER}: target is needed, since source has not all hyperparameters; pass the torch.optim optimizer, "
+            "or its groups"
         )
     found = match(
         Sides(SPEAKER, "target", "source"),
@@ -130,8 +131,9 @@ def _source(source: Any, params: Tree, entries: Mapping[str, str]) -> tuple[dict
 
 
 def _own_groups(groups: Sequence[Mapping[str, Any]]) -> Place | None:
-    """The source's own groups, if they say with which learning rate to go on."""
-    return _place(groups) if all("lr" in group for group in groups) else None
+    """The source's own groups, if they have all that an optimizer of torch reads; torch sets the switches itself."""
+    whole = all(any(names <= set(group) for names in HYPERS) for group in groups)
+    return _place(groups) if groups and whole else None
 
 
 def _owners(slots: Slots, params: Mapping[str, Any], entries: Mapping[str, str]) -> dict[str, Owner]:
