@@ -58,7 +58,7 @@ def test_the_error_is_that_of_the_worst_leaf(capsys, tmp_path):
 def test_a_folder(capsys, tmp_path):
     tree = {"params": params(), "state": state_of(), "epoch": 3}
     fl.checkpoint.save(tmp_path / "a", tree)
-    assert converted(capsys, tmp_path / "a", tmp_path / "b", "--to", "dynamic8")["kind"] == "folder of checkpoint.save"
+    assert converted(capsys, tmp_path / "a", tmp_path / "b", "--to", "dynamic8")["kind"] == "checkpoint folder"
     like = {**tree, "state": fresh("dynamic8"), "epoch": 0}
     loaded = fl.checkpoint.load(tmp_path / "b", like)
     assert same(loaded, fl.checkpoint.load(tmp_path / "a", like, convert=True))

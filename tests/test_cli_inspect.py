@@ -6,7 +6,9 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from cli_files import bitsandbytes_like, command, optimizer_of, params, state_of, stepped, torch_adamw, torch_file
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import functional_lowbit as fl
 from functional_lowbit.cli._leaves import never_written
@@ -70,7 +72,7 @@ def test_folders_safetensors_and_files_say_the_same(capsys, tmp_path):
     fl.checkpoint.save(tmp_path / "folder", state)
     fl.checkpoint.save_safetensors(state, tmp_path / "x.safetensors")
     documents = [inspected(capsys, tmp_path / name) for name in ("x.pt", "folder", "x.safetensors")]
-    assert [d["kind"] for d in documents] == ["file of torch.save", "folder of checkpoint.save", "safetensors file"]
+    assert [d["kind"] for d in documents] == ["file of torch.save", "checkpoint folder", "safetensors file"]
     first, *others = (d["states"] for d in documents)
     assert all(other == first for other in others)
 
@@ -83,6 +85,37 @@ def test_a_whole_training_in_a_folder(capsys, tmp_path):
     assert found["name"]["format"] == "str"
     assert {key: found["params.w"][key] for key in MEASURED} == measured(params()["w"])
     assert found["state.1.0.mu.w"]["format"] == "companded8"
+
+
+def dcp_folder(path):
+    """What a training without fl.checkpoint saves: nested dicts, which torch flattens."""
+    model = torch.nn.Linear(64, 64)
+    ours, theirs = optimizer_of(model, fl.adamw8bit(1e-3)), torch_adamw(model)
+    tree = {
+        "ours": get_optimizer_state_dict(model, ours),
+        "theirs": get_optimizer_state_dict(model, theirs),
+        "train": {"state": fl.state_dict(state_of()), "epoch": 1},
+    }
+    with pytest.warns(UserWarning, match="torch.distributed is disabled, unavailable or uninitialized"):
+        dcp.save(tree, checkpoint_id=path)
+
+
+def test_a_folder_of_torch_distributed_checkpoint(capsys, tmp_path):
+    dcp_folder(tmp_path / "x")
+    document = inspected(capsys, tmp_path / "x")
+    assert [(s["where"], s["library"], s["count"]) for s in document["states"]] == [
+        ("ours", "functional-lowbit", 6),
+        ("theirs", "torch", 6),
+        ("train.state", "functional-lowbit", 5),
+    ]
+    assert leaves(document)["weight.0.mu"]["format"] == "companded8"
+    assert leaves(document, 1)["weight.exp_avg"]["shape"] == [64, 64]
+    assert command(capsys, "convert", tmp_path / "x", tmp_path / "y", "--to", "root4") == (
+        2,
+        "",
+        f"functional-lowbit convert: the state at 'ours' of {str(tmp_path / 'x')!r} was not saved by "
+        "fl.checkpoint.save; load it with torch.distributed.checkpoint, and convert it with fl.convert.from_saved\n",
+    )
 
 
 def test_the_leaves_of_an_optimizer_are_named_after_its_parameters(capsys, tmp_path):

@@ -6,10 +6,19 @@ import re
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
+def at_least_0(text: str) -> int:
+    """A whole number of at least 0."""
+    return _whole(text, 0)
+
+
 def at_least_1(text: str) -> int:
     """A whole number of at least 1."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return _whole(text, 1)
+
+
+def _whole(text: str, least: int) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
     return int(text)
 
 

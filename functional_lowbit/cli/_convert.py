@@ -6,7 +6,7 @@ from typing import Any
 import functional_lowbit as fl
 from functional_lowbit import formats
 from functional_lowbit._version import __version__
-from functional_lowbit.cli._arguments import at_least_1
+from functional_lowbit.cli._arguments import at_least_0, at_least_1
 from functional_lowbit.cli._conversions import Converted, to_format, to_torch
 from functional_lowbit.cli._mistakes import Broken, Mistake, said
 from functional_lowbit.cli._output import Result, counted, size
@@ -15,7 +15,7 @@ from functional_lowbit.cli._reformat import MIN_SIZE, Target
 from functional_lowbit.cli._rewritten import check_place, replaced, write
 from functional_lowbit.cli._same import first_difference
 from functional_lowbit.cli._sections import Section, sections
-from functional_lowbit.cli._stores import TORCH, Store, open_store
+from functional_lowbit.cli._stores import FOLDER, TORCH, Store, open_store
 
 HELP = "convert an optimizer checkpoint to another format, or to torch.optim"
 EXAMPLES = """\
@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", required=True, choices=[*formats.names(), TO_TORCH], help="a format, or torch.optim")
     parser.add_argument("--from", dest="library", choices=["auto", *LIBRARIES], default="auto", help="library (auto)")
     parser.add_argument("--block-size", type=at_least_1, help="elements that share a scale (the format's own)")
-    parser.add_argument("--min-size", type=int, default=MIN_SIZE, help=f"smaller leaves stay in float32 ({MIN_SIZE})")
+    parser.add_argument(
+        "--min-size", type=at_least_0, default=MIN_SIZE, help=f"smaller leaves stay in float32 ({MIN_SIZE})"
+    )
     parser.add_argument("--force", action="store_true", help="replace what is at DST")
     parser.add_argument("--unsafe", action="store_true", help="run code that a pickled file holds, if you trust it")
 
@@ -58,8 +60,13 @@ def run(args: argparse.Namespace) -> Result:
     found = sections(store.tree)
     if not found:
         raise Mistake(f"{args.source!r} holds no optimizer state; see functional-lowbit inspect")
+    if store.kind == FOLDER and any(section.where for section in found):
+        raise Mistake(
+            f"the state at {found[0].where!r} of {args.source!r} was not saved by fl.checkpoint.save; load it with "
+            "torch.distributed.checkpoint, and convert it with fl.convert.from_saved"
+        )
     libraries = [_library(args, section) for section in found]
-    target = Target(formats.get("float32" if args.to == TO_TORCH else args.to), args.block_size, max(0, args.min_size))
+    target = Target(formats.get("float32" if args.to == TO_TORCH else args.to), args.block_size, args.min_size)
     with progress("convert", sum(section.nbytes for section in found)) as advance:
         if args.to == TO_TORCH:
             made = [to_torch(section) for section in found]

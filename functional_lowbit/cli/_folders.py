@@ -1,4 +1,5 @@
-"""A folder of `fl.checkpoint.save`, opened without running the code that a pickled file may hold."""
+"""A folder of `fl.checkpoint.save` or `torch.distributed.checkpoint`, opened without running code that is pickled in it.
+"""
 
 import io
 import pathlib
@@ -27,8 +28,8 @@ METADATA_CLASSES = {
 SPEAKER = "inspect"  # of `_folder`'s errors, whose texts are handed on without it
 
 
-def open_folder(path: Path, unsafe: bool) -> tuple[Mapping[str, Any], int, Check]:
-    """Entries by name, bytes on the disk, and how to compare checksums.
+def open_folder(path: Path, unsafe: bool) -> tuple[Mapping[Any, Any], int, Check]:
+    """What was saved, bytes on the disk, and how to compare checksums.
 
     Raises:
         Mistake: if there is no checkpoint, or if its `.metadata` holds more than it should.
@@ -53,15 +54,35 @@ def open_folder(path: Path, unsafe: bool) -> tuple[Mapping[str, Any], int, Check
     def reader(name: str, like: Any) -> Callable[[], Tensor]:
         return lambda: _read(folder, metadata, name, like(), unsafe)
 
-    tree: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             dtype, shape = entry.properties.dtype, tuple(entry.size)
-            tree[name] = Pending(dtype, shape, reader(name, lambda d=dtype, s=shape: torch.empty(s, dtype=d)))
+            flat[name] = Pending(dtype, shape, reader(name, lambda d=dtype, s=shape: torch.empty(s, dtype=d)))
         else:
-            tree[name] = _read(folder, metadata, name, "", unsafe)
+            flat[name] = _read(folder, metadata, name, "", unsafe)
     size = sum(x.stat().st_size for x in folder.iterdir() if x.is_file())
-    return tree, size, lambda advance: _damage(folder, metadata, advance)
+    return _nested(flat, metadata.planner_data), size, lambda advance: _damage(folder, metadata, advance)
+
+
+def _nested(flat: Mapping[str, Any], places: Any) -> dict[Any, Any]:
+    """The dicts and lists that torch.distributed.checkpoint flattened: it keeps the place of each entry."""
+    tree: dict[Any, Any] = {}
+    for name, value in flat.items():
+        place = places.get(name, (name,)) if isinstance(places, Mapping) else (name,)
+        node = tree
+        for word in place[:-1]:
+            node = node.setdefault(word, {})
+        node[place[-1]] = value
+    return {name: _with_lists(node) for name, node in tree.items()}
+
+
+def _with_lists(node: Any) -> Any:
+    """Dicts whose keys count from 0 as lists, which they were."""
+    if not isinstance(node, dict):
+        return node
+    kids = {name: _with_lists(kid) for name, kid in node.items()}
+    return [kids[i] for i in range(len(kids))] if kids and set(kids) == set(range(len(kids))) else kids
 
 
 class _Unpickler(pickle.Unpickler):

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> Result:
         "damaged": damaged,
         "broken": bad,
     }
-    return Result(document, _text(document, args.broken), int(bad > 0))
+    return Result(document, _text(document), int(bad > 0))
 
 
 def _look(section: Section, advance: Any) -> list[Row]:
@@ -100,7 +100,7 @@ def _leaf(row: Row) -> dict[str, Any]:
     return {**own, "bytes": row.bytes, **counts, "problems": row.problems}
 
 
-def _text(document: dict[str, Any], only_broken: bool) -> str:
+def _text(document: dict[str, Any]) -> str:
     parts = [f"{document['path']}: {document['kind']}, {size(document['bytes'])}"]
     for state in document["states"]:
         where = f"{state['where']}: " if state["where"] else ""
@@ -108,9 +108,10 @@ def _text(document: dict[str, Any], only_broken: bool) -> str:
         parts.append(f"\n{where}{made_by}, {counted(state['count'], 'leaf')}, {size(state['bytes'])}")
         if state["leaves"]:
             parts.append(table(HEAD, [_cells(leaf) for leaf in state["leaves"]], HEAD[3:]))
-        worst = max(state["leaves"], key=lambda leaf: leaf["abs_max"] or 0.0, default=None)
-        if worst is not None and not only_broken and worst["format"] not in ("int64", "int"):
-            parts.append(f"largest magnitude: {worst['abs_max'] or 0.0:.3g}, in {worst['path']}")
+        moments = [leaf for leaf in state["leaves"] if leaf["abs_max"] and leaf["path"].split(".")[-1] != "step"]
+        worst = max(moments, key=lambda leaf: leaf["abs_max"], default=None)
+        if worst is not None:
+            parts.append(f"largest magnitude: {worst['abs_max']:.3g}, in {worst['path']}")
     if document["beside"]:
         names = [
             f"{x['name']} ({counted(x['tensors'], 'tensor')}, {size(x['bytes'])})" if x["tensors"] else x["name"]

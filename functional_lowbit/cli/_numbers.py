@@ -25,7 +25,7 @@ class Numbers(NamedTuple):
     @property
     def largest(self) -> float | None:
         """The largest magnitude."""
-        return None if self.low is None or self.high is None else max(-self.low, self.high)
+        return None if self.low is None or self.high is None else max(abs(self.low), abs(self.high))
 
 
 def count(chunks: Iterable[Tensor]) -> Numbers:

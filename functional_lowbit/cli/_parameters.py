@@ -86,7 +86,14 @@ def _model_in(tree: Any) -> dict[str, Any]:
 
 
 def _floating(tensors: Mapping[Any, Any]) -> dict[str, Any]:
-    return {str(name): x for name, x in tensors.items() if is_tensor(x) and x.dtype.is_floating_point}
+    """By name, also those in dicts inside."""
+    found: dict[str, Any] = {}
+    for name, x in tensors.items():
+        if isinstance(x, Mapping):
+            found |= {f"{name}.{inner}": kid for inner, kid in _floating(x).items()}
+        elif is_tensor(x) and x.dtype.is_floating_point:
+            found[str(name)] = x
+    return found
 
 
 def _owners(section: Section, dtype: torch.dtype | None) -> Params:

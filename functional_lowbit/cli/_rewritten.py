@@ -10,7 +10,7 @@ from uuid import uuid4
 import torch
 
 import functional_lowbit as fl
-from functional_lowbit.cli._mistakes import Broken, Mistake, said
+from functional_lowbit.cli._mistakes import Mistake, said
 from functional_lowbit.cli._pending import take
 from functional_lowbit.cli._stores import FOLDER, SAFETENSORS, Store
 
@@ -45,41 +45,42 @@ def write(store: Store, target: str, tree: Any, verify: Callable[[str], None]) -
     place = Path(os.path.realpath(target))
     partial = place.with_name(f".{place.name}.{uuid4().hex}{place.suffix}")
     try:
-        if store.kind == FOLDER:
-            _folder(place, partial, tree, verify)
-            return
-        if store.kind == SAFETENSORS:
-            fl.checkpoint.save_safetensors({name: take(x) for name, x in tree.items()}, partial)
+        try:
+            if store.kind == FOLDER:
+                fl.checkpoint.save(partial, {name: take(x) for name, x in tree.items()})
+            elif store.kind == SAFETENSORS:
+                fl.checkpoint.save_safetensors({name: take(x) for name, x in tree.items()}, partial)
+            else:
+                torch.save(tree, partial)
+                with partial.open("rb") as written:
+                    os.fsync(written.fileno())
+        except (OSError, RuntimeError, ImportError) as error:  # torch tells of a full disk by a RuntimeError
+            speaker = "checkpoint.save_safetensors" if store.kind == SAFETENSORS else "checkpoint.save"
+            raise Mistake(f"cannot write {target!r}: {said(error, speaker)}") from error
+        verify(str(partial))
+        (_put_folder if store.kind == FOLDER else _put_file)(partial, place)
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
         else:
-            torch.save(tree, partial)
-            with partial.open("rb") as written:
-                os.fsync(written.fileno())
-        verify(str(partial))
-        if place.is_dir():
-            raise Mistake(f"{target!r} is a folder, and what is written is a file; move it away")
-        partial.replace(place)
-    except (OSError, RuntimeError, ImportError) as error:  # torch tells of a full disk by a RuntimeError
-        raise Mistake(f"cannot write {target!r}: {said(error, 'checkpoint.save_safetensors')}") from error
-    finally:
-        partial.unlink(missing_ok=True) if not partial.is_dir() else None
+            partial.unlink(missing_ok=True)
 
 
-def _folder(place: Path, partial: Path, tree: Mapping[str, Any], verify: Callable[[str], None]) -> None:
-    """`checkpoint.save` replaces a checkpoint as a whole. What it writes is tried under another name first."""
-    try:
-        fl.checkpoint.save(partial, {name: take(x) for name, x in tree.items()})
-        verify(str(partial))
-        if place.exists() and not (place / ".metadata").is_file() and any(place.iterdir()):
-            raise Mistake(f"{str(place)!r} is no checkpoint; move it away")
-        old = place.with_name(f".{place.name}.{uuid4().hex}")
-        if place.exists():
-            place.rename(old)
-        partial.rename(place)
-        shutil.rmtree(old, ignore_errors=True)
-    except ValueError as error:
-        raise Broken(said(error, "checkpoint.save")) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+def _put_file(partial: Path, place: Path) -> None:
+    if place.is_dir():
+        raise Mistake(f"{str(place)!r} is a folder, and what is written is a file; move it away")
+    partial.replace(place)
+
+
+def _put_folder(partial: Path, place: Path) -> None:
+    """A folder cannot be renamed onto another: what is there is moved away first, and removed at the end."""
+    if place.exists() and not (place / ".metadata").is_file() and (place.is_file() or any(place.iterdir())):
+        raise Mistake(f"{str(place)!r} is no checkpoint; move it away")
+    old = place.with_name(f".{place.name}.{uuid4().hex}")
+    if place.exists():
+        place.rename(old)
+    partial.rename(place)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def replaced(tree: Any, where: str, new: Any) -> Any:

@@ -16,7 +16,7 @@ from functional_lowbit.cli._mistakes import Broken, Mistake, said
 from functional_lowbit.cli._pending import no_checksum
 from functional_lowbit.cli._safetensors_file import read_header
 
-FOLDER, SAFETENSORS, TORCH = "folder of checkpoint.save", "safetensors file", "file of torch.save"
+FOLDER, SAFETENSORS, TORCH = "checkpoint folder", "safetensors file", "file of torch.save"
 TORCHAO = "torchao"  # whose tensor classes are known to torch.load once it is imported
 PICKLE = b"\x80"  # the first byte of a file of torch.save from before 2020, which was no zip file
 CHUNK = 1 << 22  # bytes of a file that are looked at in one go
