@@ -1,5 +1,4 @@
-"""A folder of `fl.checkpoint.save` or `torch.distributed.checkpoint`, opened without running code that is pickled in it.
-"""
+"""Checkpoint folders (`fl.checkpoint`, `torch.distributed.checkpoint`), opened without running code pickled in them."""
 
 import io
 import pathlib
