@@ -33,12 +33,18 @@ HEAD = ("optimizer", "ns/param", "× torch fused", "min", "max", "state bytes/pa
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `bench`."""
-    parser.add_argument("--size", type=amount, default=4_194_304, help="elements of all leaves (4194304; 64M)")
-    parser.add_argument("--leaves", type=at_least_1, default=1, help="how many leaves they are split into (1)")
-    parser.add_argument("--rounds", type=at_least_1, default=7, help="timings of each (7)")
+    parser.add_argument(
+        "--size", type=amount, default=4_194_304, metavar="N", help="elements of all leaves (4194304; 64M)"
+    )
+    parser.add_argument(
+        "--leaves", type=at_least_1, default=1, metavar="N", help="how many leaves they are split into (1)"
+    )
+    parser.add_argument("--rounds", type=at_least_1, default=7, metavar="N", help="timings of each (7)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of parameters (float32)")
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
-    parser.add_argument("--threads", type=at_least_1, help="torch's threads (as many as it takes by itself)")
+    parser.add_argument(
+        "--threads", type=at_least_1, metavar="N", help="torch's threads (as many as it takes by itself)"
+    )
     parser.add_argument("--only", type=words, default=[], metavar="WORDS", help="only names with one of these words")
     parser.add_argument("--no-peers", action="store_true", help="leave out torchao and bitsandbytes")
 

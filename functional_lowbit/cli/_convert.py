@@ -40,9 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="DST", help="where to write; the same kind of file or folder")
     parser.add_argument("--to", required=True, choices=[*formats.names(), TO_TORCH], help="a format, or torch.optim")
     parser.add_argument("--from", dest="library", choices=["auto", *LIBRARIES], default="auto", help="library (auto)")
-    parser.add_argument("--block-size", type=at_least_1, help="elements that share a scale (the format's own)")
     parser.add_argument(
-        "--min-size", type=at_least_0, default=MIN_SIZE, help=f"smaller leaves stay in float32 ({MIN_SIZE})"
+        "--block-size", type=at_least_1, metavar="N", help="elements that share a scale (the format's own)"
+    )
+    parser.add_argument(
+        "--min-size",
+        type=at_least_0,
+        default=MIN_SIZE,
+        metavar="N",
+        help=f"smaller leaves stay in float32 ({MIN_SIZE})",
     )
     parser.add_argument("--force", action="store_true", help="replace what is at DST")
     parser.add_argument("--unsafe", action="store_true", help="run code that a pickled file holds, if you trust it")

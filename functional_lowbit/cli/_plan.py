@@ -43,12 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a config.json, a safetensors file, their index, a folder with these, or a checkpoint",
     )
     parser.add_argument("--shapes", metavar="1000x512,512", help="parameters of these shapes instead of a model")
-    parser.add_argument("--optimizer", type=words, default=["adamw"], metavar="NAMES", help="or 'all' (adamw)")
+    parser.add_argument(
+        "--optimizer", type=words, default=["adamw"], metavar="NAMES", help="with commas, or 'all' (adamw)"
+    )
     parser.add_argument("--format", type=words, default=[], metavar="NAMES", help="formats of the state (all)")
-    parser.add_argument("--block-size", type=at_least_1, help="elements that share a scale (each format's own)")
+    parser.add_argument(
+        "--block-size", type=at_least_1, metavar="N", help="elements that share a scale (each format's own)"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights (the model's own)")
     mesh = parser.add_mutually_exclusive_group()
-    mesh.add_argument("--ranks", type=at_least_1, help="ranks that the model is sharded over, as by FSDP2")
+    mesh.add_argument("--ranks", type=at_least_1, metavar="N", help="ranks that the model is sharded over, as by FSDP2")
     mesh.add_argument("--mesh", type=_mesh, metavar="2x4", help="copies x shards; the last dimension shards")
     parser.add_argument("--leaves", action="store_true", help="every leaf of the state, for one optimizer and format")
     parser.add_argument("--unsafe", action="store_true", help="run code that a pickled file holds, if you trust it")
