@@ -5,6 +5,7 @@ from functional_lowbit import (
     convert as convert,
     formats as formats,
     optim as optim,
+    plot as plot,
     reduce as reduce,
     rounding as rounding,
     schedules as schedules,

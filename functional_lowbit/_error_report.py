@@ -16,10 +16,18 @@ class ErrorRow(NamedTuple):
 
 
 class ErrorReport(NamedTuple):
-    """What `quantization_error` or `recorded_quantization_error` found. `str()` is a table, in percent."""
+    """What `quantization_error` or `recorded_quantization_error` found. `str()` is a table, in percent.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> tx, params = fl.sgd8bit(0.1), {"w": torch.zeros(64, 64)}
+        >>> report = fl.quantization_error(tx, {"w": torch.ones(64, 64)}, tx.init(params))
+        >>> report.rows[0]  # all numbers of a block are its largest, which every format keeps
+        ErrorRow(path='w', what='trace', format='companded8', error=0.0, mean=0.0, largest=0.0, looks=1)
+    """
 
     rows: tuple[ErrorRow, ...]
-    step: int | None = None  # updates made before the last look; None if that is not known
+    step: int | None = None  # of the last look, counted from 1; None for a look outside of a recorder
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as dicts, lists, strings and numbers, ready for `json.dumps`."""

@@ -62,6 +62,7 @@ TABLE: dict[str, Callable[[], fl.GradientTransformation]] = {
     ),
     "apply_if_finite": lambda: fl.apply_if_finite(fl.adamw(0.01)),
     "master_weights": lambda: fl.master_weights(fl.adamw8bit(0.01)),  # see test_master.py for bfloat16
+    "record_quantization_error": lambda: fl.record_quantization_error(fl.adamw8bit(0.01), every=2),
     "chain": lambda: fl.chain(fl.clip_by_global_norm(0.5), fl.adamw8bit(0.01)),
     "chain of nothing": fl.chain,
     "a user's pair": lambda: fl.chain(averaged(), fl.scale_by_learning_rate(0.1)),

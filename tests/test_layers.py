@@ -61,7 +61,7 @@ FLOORS = {
     | {"transforms._centralize", "transforms._factored", "transforms._trust_ratio"},
     8: {"_backends", "_checkpoint", "transforms._decay", "transforms._finite", "transforms._master", "transforms._sgd"}
     | {"transforms._orthogonalize", "transforms._record_error"},
-    9: {"_run", "_donate", "_safetensors", "transforms._adam", "transforms._lion"},
+    9: {"_run", "_donate", "_safetensors", "plot", "transforms._adam", "transforms._lion"},
     10: {"_compile", "checkpoint", "optim._entries", "optim._hyper", "optim._same_groups"},
     11: {"optim._groups", "optim._param_tree"},
     12: {"optim._optimizer"},
@@ -216,6 +216,7 @@ def _public() -> dict[str, object]:
         fl.convert,
         fl.formats,
         fl.optim,
+        fl.plot,
         fl.reduce,
         fl.rounding,
         fl.schedules,
@@ -263,6 +264,6 @@ def test_the_names_of_the_contract_are_there():
         "adam adamw adam8bit adamw8bit adam4bit adamw4bit adamfp8 adamwfp8 sgd sgd8bit lion lion8bit scale_by_lion "
         "master_weights master_params "
         "low_bit quantize QuantizedTensor describe compile global_norm state_dict load_state_dict checkpoint formats "
-        "rounding schedules sharding tree optim memory_plan convert"
+        "rounding schedules sharding tree optim memory_plan quantization_error record_quantization_error plot convert"
     )
     assert [name for name in names.split() if not hasattr(fl, name)] == []

@@ -24,7 +24,15 @@ def run(code: str, path: str, monkeypatch: pytest.MonkeyPatch) -> dict:
 
 
 @pytest.mark.parametrize(
-    "path", ["README.md", "docs/checkpoints.md", "docs/sharding.md", "docs/torch_optim.md", "docs/transformations.md"]
+    "path",
+    [
+        "README.md",
+        "docs/checkpoints.md",
+        "docs/planning.md",
+        "docs/sharding.md",
+        "docs/torch_optim.md",
+        "docs/transformations.md",
+    ],
 )
 def test_the_code_in_the_docs_runs(path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.chdir(tmp_path)  # what it writes

@@ -15,7 +15,7 @@ from functional_lowbit._observing import Observing
 from functional_lowbit._parts import Rest, init_with
 from functional_lowbit._quantization_error import UPDATE, at_paths, by_path, errors_of, leaves_stand_alone, moment_trees
 from functional_lowbit._quantized import QuantizedTensor
-
+from functional_lowbit.transforms._masked import MaskedNode
 
 Numbers = tuple[float, float, float]
 """The error of the last look, the mean and the largest."""
@@ -30,7 +30,7 @@ class QuantizationErrorState(NamedTuple):
     PER_LEAF = ("looks", "last", "mean", "largest")
 
     step: Tensor  # int64[]; updates made so far
-    last_step: Tensor  # int64[]; updates made before the last look
+    last_step: Tensor  # int64[]; the step of the last look, counted from 1; 0 before the first
     looks: Tree  # int64[], like params; looks at each leaf
     last: dict[str, Tree]  # float32[], like params; at the last look
     mean: dict[str, Tree]  # float32[], like params; over all looks
@@ -84,8 +84,8 @@ class RecordQuantizationError(Observing):
         return state._replace(inner_state=states[0])
 
     def wants(self, state: Any) -> bool:
-        """At the first step, and at every so many after it."""
-        return int(state.step) % self.every == 0
+        """At each step whose number, counted from 1, is a multiple."""
+        return (int(state.step) + 1) % self.every == 0
 
     def pass_by(self, state: Any) -> Any:
         """One step more."""
@@ -95,7 +95,10 @@ class RecordQuantizationError(Observing):
         """Look at every leaf that has a gradient."""
         if self._alone is None:
             self._alone = leaves_stand_alone(self.inner[0].update)
+        updates = _with_masks(state.looks, updates)
+        params = None if params is None else _with_masks(state.looks, params)
         errors = errors_of(self.inner[0].update, updates, state.inner_state, params, extra, self._alone)
+        step = state.step + 1
         looks = at_paths(lambda path, n: n + 1 if path in errors[UPDATE] else n, state.looks)
         count = by_path(looks)
 
@@ -108,8 +111,8 @@ class RecordQuantizationError(Observing):
             return {name: at_paths(partial(moved, name), tree) for name, tree in trees.items()}
 
         return state._replace(
-            step=state.step + 1,
-            last_step=state.step.clone(),
+            step=step,
+            last_step=step.clone(),
             looks=looks,
             last=each(lambda old, error, n: error, state.last),
             mean=each(lambda old, error, n: old + (error - old) / n, state.mean),
@@ -120,8 +123,8 @@ class RecordQuantizationError(Observing):
 def record_quantization_error(tx: GradientTransformation, every: int = 100) -> GradientTransformation:
     """Record, while training, how far the moments of each leaf and its update are moved when moments are rounded.
 
-    Updates and the inner state are those of `tx`, bit for bit. At the first step, and at every `every` steps after it,
-    the step is made again in float32: how far are the stored moments from the unrounded ones, and how far is the next
+    Updates and the inner state are those of `tx`, bit for bit. At every `every`-th step, the step is also made in
+    float32: how far are the stored moments from the unrounded ones, and how far is the next
     update that is made of them from the one that unrounded ones would give, with the same gradient? Between the looks a
     step costs what it does without this.
 
@@ -131,7 +134,8 @@ def record_quantization_error(tx: GradientTransformation, every: int = 100) -> G
 
     Args:
         tx: A transformation with `low_bit` inside.
-        every: Steps from one look to the next, >= 1. A look costs about as much as four steps of plain torch.
+        every: Steps from one look to the next, >= 1; the first look is at step `every`. Adam's very first step is of no
+            use for a look: each update is then 1 or -1, and the error ten times that of later ones.
 
     Returns:
         A transformation with a `QuantizationErrorState`; `recorded_quantization_error(state)` is a report of it, and
@@ -143,7 +147,7 @@ def record_quantization_error(tx: GradientTransformation, every: int = 100) -> G
 
     Example:
         >>> import torch, functional_lowbit as fl
-        >>> tx = fl.record_quantization_error(fl.adam8bit(1e-3), every=10)
+        >>> tx = fl.record_quantization_error(fl.adam8bit(1e-3), every=1)
         >>> params = {"w": torch.zeros(64, 64)}
         >>> grads = {"w": torch.linspace(-1, 1, 4096).view(64, 64)}
         >>> _, state = tx.update(grads, tx.init(params), params)
@@ -242,6 +246,16 @@ def _rows(state: Any, errors: dict[str, dict[str, Numbers]], looks: dict[str, in
         kinds[UPDATE] = " and ".join(dict.fromkeys(kinds.values()))
         rows += [ErrorRow(path, name, kinds[name], *of[path], n) for name, of in errors.items() if path in of]
     return tuple(rows)
+
+
+def _with_masks(like: Tree, tree: Tree) -> Tree:
+    """A tree with `MaskedNode` where `like` has one: the compiled step shows None there, which no state fits."""
+    if isinstance(like, MaskedNode):
+        return like
+    level, own = _tree.children(like), _tree.children(tree)
+    if level is None or own is None or len(level[0]) != len(own[0]):
+        return tree
+    return level[2]([_with_masks(a, b) for a, b in zip(level[0], own[0], strict=True)])
 
 
 def _format(leaf: Any) -> str:

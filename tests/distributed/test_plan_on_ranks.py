@@ -80,7 +80,7 @@ def module() -> nn.Module:
     return nn.Sequential(nn.Linear(40, 129), nn.LayerNorm(129), nn.Linear(129, 1025), nn.Conv2d(3, 64, 5))
 
 
-def under_fully_shard(mesh: tuple[int, ...]) -> fl.Report:
+def under_fully_shard(mesh: tuple[int, ...]) -> Any:
     model = module()
     fully_shard(model, mesh=w.mesh(*mesh))
     params = dict(model.named_parameters())
