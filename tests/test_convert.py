@@ -262,6 +262,23 @@ def test_without_a_gradient():
     back = fl.convert.to_torch(state, optimizer, tree)
     assert same(back["state"][0], optimizer.state_dict()["state"][0])
     assert sorted(back["state"]) == [0, 1, 2]  # zeros, where torch had nothing
+    ours = fl.optim.Optimizer(named.items(), fl.adam(LR), backend="eager")
+    ours.load_state_dict(fl.convert.from_torch(optimizer, ours))
+    assert torch.equal(ours.state[model[0].weight]["0.mu"], torch.full((64, 64), 0.1))
+    assert not ours.state[model[2].bias]["0.mu"].any()
+
+
+def test_what_a_mask_left_out_goes_back_without_state():
+    """Also where its parameters are known by themselves alone: groups in another order, no names."""
+    model = _model()
+    named = dict(model.named_parameters())
+    tx = fl.masked(fl.adam(LR), {name: p.ndim > 1 for name, p in named.items()})
+    other_order = list(named.values())[::-1]
+    optimizer = torch.optim.Adam(other_order, LR)
+    back = fl.convert.to_torch(tx.init(named), optimizer, named)
+    assert {i: tuple(entries["exp_avg"].shape) for i, entries in back["state"].items()} == {1: (3, 64), 3: (64, 64)}
+    optimizer.load_state_dict(back)
+    _train(model, optimizer, range(1))
 
 
 def test_step():

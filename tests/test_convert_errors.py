@@ -163,11 +163,30 @@ def test_entries_that_are_not_understood():
         f"from_torch: parameter 0 has an entry 'prev'; {known}; {rest}",
         _torch(_saved({"prev": torch.ones(2, 3)})),
     )
+
+
+def test_dampening():
+    """Ours has none, but for an optimizer whose groups have one; its first step has none, so it must know the step."""
+    momentum = {"momentum_buffer": torch.ones(2, 3)}
+    saved = _saved(momentum, {"momentum_buffer": torch.ones(3)}, dampening=0.5, lr=0.1)
     refuses(
         ValueError,
-        "from_torch: group 0 has a dampening of 0.5, which our trace has not; its momentum is another sum",
-        _torch(_saved({"momentum_buffer": torch.ones(2, 3)}, dampening=0.5)),
+        "from_torch: group 0 has a dampening of 0.5, which the target has not; its momentum is another sum",
+        _torch(saved, fl.sgd(0.1, 0.9).init(PARAMS)),
     )
+    ours = fl.optim.Optimizer(
+        list(PARAMS.values()), lambda lr, dampening: fl.sgd(lr, 0.9), {"lr": 0.3, "dampening": 0.0}, backend="eager"
+    )
+    refuses(
+        ValueError,
+        "from_torch: group 0 has a dampening of 0.5, which the first step has not, and saved has no number of steps; "
+        "pass step=",
+        _torch(saved, ours),
+    )
+    ours.load_state_dict(fl.convert.from_torch(saved, ours, step=3))
+    assert ours.param_groups[0]["dampening"] == 0.5
+    theirs = torch.optim.SGD([nn.Parameter(p) for p in PARAMS.values()], momentum=0.9, dampening=0.5)
+    assert fl.convert.to_torch(ours, theirs)["state"].keys() == {0, 1}
 
 
 def test_steps():

@@ -71,16 +71,17 @@ FLOORS = {
 TOP = max(FLOORS)
 CONVERT = {  # whose last modules stand between the shells and what users import
     0: {"_saved"},
-    1: {"_match"},
+    1: {"_match", "_place"},
     4: {"_blocks"},
     8: {"_kept", "_slots"},
     9: {"_read"},
     10: {"_bitsandbytes", "_flashoptim", "_masters", "_own", "_torchao"},
     11: {"_fill", "_library"},
     TOP: {"_shell"},
-    TOP + 1: {"_from", "_to_torch"},
+    TOP + 1: {"_into", "_to_torch"},
+    TOP + 2: {"_from"},
 }
-FLOORS |= {TOP: set(), TOP + 1: set(), TOP + 2: {"convert"}, TOP + 3: FLOORS[TOP]}
+FLOORS |= {TOP: set(), TOP + 1: set(), TOP + 2: set(), TOP + 3: {"convert"}, TOP + 4: FLOORS[TOP]}
 for floor, names in CONVERT.items():
     FLOORS[floor] = FLOORS[floor] | {f"convert.{name}" for name in names}
 CLI = [  # the floors of the command line, which uses the library as users do

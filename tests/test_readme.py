@@ -29,6 +29,7 @@ def run(code: str, path: str, monkeypatch: pytest.MonkeyPatch) -> dict:
         "README.md",
         "docs/checkpoints.md",
         "docs/planning.md",
+        "docs/conversion.md",
         "docs/sharding.md",
         "docs/torch_optim.md",
         "docs/transformations.md",

@@ -53,7 +53,7 @@ def read_bitsandbytes(speaker: str, param: SavedParam, group: Mapping[str, Any],
                 f"{speaker}: {param.words} has state1 alone, and the eps of its group is {group['eps']}: it is neither "
                 "Lion's nor SGD's; pass fields={'state1': ...} to say which field of the state it is"
             )
-    return Read(param.words, moments, found, read_step(speaker, param))
+    return Read(param.words, moments, found, param.group, read_step(speaker, param))
 
 
 def _first(speaker: str, param: SavedParam, group: Mapping[str, Any], moments: int) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ def _kept(speaker: str, param: SavedParam, entry: str, entries: Mapping[str, Any
         )
     codes = x.detach().reshape(-1)
     is_signed = bool((qmap < 0).any())
-    found = Codes("dynamic8", is_signed, codes, scales.reshape(-1), BLOCK) if _known(is_signed, qmap) else None
+    found = Codes("dynamic8", is_signed, lambda: codes, scales.reshape(-1), BLOCK) if _known(is_signed, qmap) else None
     return Kept(tuple(x.shape), lambda: by_map(codes, qmap, scales, BLOCK).reshape(x.shape), None, found)
 
 

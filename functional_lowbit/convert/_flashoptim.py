@@ -19,7 +19,7 @@ from torch import Tensor
 
 from functional_lowbit.convert._blocks import per_element
 from functional_lowbit.convert._kept import Codes, Kept
-from functional_lowbit.convert._read import Read, check_entry, fields_of, plain, read_step, refuse_dampening, signed
+from functional_lowbit.convert._read import Read, check_entry, fields_of, plain, read_step, signed
 from functional_lowbit.convert._saved import SavedParam
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
 
@@ -38,12 +38,10 @@ def read_flashoptim(speaker: str, param: SavedParam, group: Mapping[str, Any], f
         moments[name] = (
             _kept(speaker, param, name, value) if f"::{ending}" == CODES else plain(speaker, param, entry, value)
         )
-    if "momentum_buffer" in moments:
-        refuse_dampening(speaker, param, group)
     error = param.entries.get(ERROR)
     if error is not None:
         error = _errors(speaker, param, group, error)
-    return Read(param.words, moments, fields_of(moments, group, fields), read_step(speaker, param), error)
+    return Read(param.words, moments, fields_of(moments, group, fields), param.group, read_step(speaker, param), error)
 
 
 def _kept(speaker: str, param: SavedParam, entry: str, x: Any) -> Kept:
@@ -69,7 +67,8 @@ def _kept(speaker: str, param: SavedParam, entry: str, x: Any) -> Kept:
         x = each * (c / (254.0 - c.abs())) if is_signed else (each * (c / 255.0)).square()
         return wrap(x.reshape(shape), spec)
 
-    return Kept(tuple(x.shape), values, spec, Codes("companded8", True, codes, scales, BLOCK) if is_signed else None)
+    kept = Codes("companded8", True, lambda: codes, scales, BLOCK) if is_signed else None
+    return Kept(tuple(x.shape), values, spec, kept)
 
 
 def _errors(speaker: str, param: SavedParam, group: Mapping[str, Any], x: Any) -> Tensor:

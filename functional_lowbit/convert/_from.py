@@ -4,22 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from functional_lowbit._base import Tree
-from functional_lowbit.convert._fill import check_step, fill
-from functional_lowbit.convert._library import READERS, any_saved, library_in
-from functional_lowbit.convert._match import Sides, match
-from functional_lowbit.convert._read import Read
-from functional_lowbit.convert._saved import SavedParam
-from functional_lowbit.convert._shell import into_optimizer
-from functional_lowbit.convert._slots import find_slots, named_leaves
-from functional_lowbit.optim._optimizer import Optimizer
-
-SPEAKERS = {
-    "torch": "from_torch",
-    "torchao": "from_torchao",
-    "bitsandbytes": "from_bitsandbytes",
-    "flashoptim": "from_flashoptim",
-    "functional_lowbit": "from_saved",
-}
+from functional_lowbit.convert._into import convert
+from functional_lowbit.convert._library import library_in
 
 
 def from_torch(
@@ -79,7 +65,7 @@ def from_torch(
         >>> ours = fl.optim.Optimizer(model.named_parameters(), fl.adamw8bit(1e-3), backend="eager")
         >>> ours.load_state_dict(fl.convert.from_torch(optimizer, ours))
     """
-    return _convert("torch", saved, target, params, step, fields)
+    return convert("torch", saved, target, params, step, fields)
 
 
 def from_torchao(
@@ -121,7 +107,7 @@ def from_torchao(
         >>> fl.convert.from_torchao(saved, fl.adam(1e-3).init({"w": torch.zeros(2)}))[0].mu
         {'w': tensor([1., 1.])}
     """
-    return _convert("torchao", saved, target, params, step, fields)
+    return convert("torchao", saved, target, params, step, fields)
 
 
 def from_bitsandbytes(
@@ -159,7 +145,7 @@ def from_bitsandbytes(
         >>> fl.convert.from_bitsandbytes(saved, fl.lion(1e-4).init({"w": torch.zeros(2)}))[0]
         ScaleByLionState(step=tensor(3), mu={'w': tensor([1., 1.])})
     """
-    return _convert("bitsandbytes", saved, target, params, step, fields)
+    return convert("bitsandbytes", saved, target, params, step, fields)
 
 
 def from_flashoptim(
@@ -199,7 +185,7 @@ def from_flashoptim(
         >>> fl.convert.from_flashoptim(saved, fl.sgd(0.1, 0.9).init({"w": torch.zeros(2)}))[0].trace
         {'w': tensor([ 1., -1.])}
     """
-    return _convert("flashoptim", saved, target, params, step, fields)
+    return convert("flashoptim", saved, target, params, step, fields)
 
 
 def from_saved(
@@ -235,57 +221,4 @@ def from_saved(
         >>> fl.convert.from_saved(saved, fl.chain(fl.clip(1.0), fl.scale_by_adam()).init(params))[1].mu["w"].shape
         torch.Size([64, 64])
     """
-    return _convert(library_in(saved, "from_saved"), saved, target, params, step, fields)
-
-
-def _convert(
-    library: str, saved: Any, target: Any, params: Tree, step: int | None, fields: Mapping[str, str] | None
-) -> Any:
-    speaker, fields = SPEAKERS[library], dict(fields or {})
-    check_step(speaker, step)
-    found = library_in(saved, speaker)
-    if found != library and not (found == "torch" and library in ("torchao", "flashoptim")):
-        raise ValueError(f"{speaker}: saved is from {found}; use fl.convert.{SPEAKERS[found]}")
-    source, reader = any_saved(speaker, saved), READERS[library]
-
-    def read(p: SavedParam) -> Read:
-        return reader(speaker, p, source.groups[p.group], fields)
-
-    if isinstance(target, Optimizer):
-        if params is not None:
-            raise ValueError(f"{speaker}: params must be None for an optimizer, which knows its own")
-        return into_optimizer(speaker, source, target, read, lambda states, reads: _any(speaker, states, reads), step)
-    places = _targets(speaker, target, params, named=all(p.name is not None for p in source.params))
-    reads = {name: read(p) for name, p in match(Sides(speaker), source.params, places).items()}
-    _any(speaker, [target], reads)
-    return fill(speaker, target, reads, step, places)
-
-
-def _targets(speaker: str, state: Any, params: Tree, named: bool) -> dict[str, Any]:
-    """The target's parameters by name, in order; None where they are not known."""
-    slots = find_slots(state)
-    if params is None:
-        if not slots.whole and not named:
-            raise ValueError(
-                f"{speaker}: params is needed, since masks have taken parameters out of the target's moments, and "
-                "saved has no names; pass the tree that the state was made for"
-            )
-        return dict.fromkeys(slots.owners())
-    places = {name: leaf for name, leaf in named_leaves(params) if leaf is not None}
-    for owner in slots.owners():
-        if owner not in places:
-            raise ValueError(
-                f"{speaker}: the target has a moment of {owner!r}, which params has not; pass the tree that the state "
-                "was made for"
-            )
-    return places
-
-
-def _any(speaker: str, states: list[Any], reads: Mapping[str, Read]) -> None:
-    """Refuse what has no state at all, but of an optimizer that keeps none."""
-    if any(read.moments or read.step is not None for read in reads.values()):
-        return
-    if any(find_slots(state).slots for state in states):
-        raise ValueError(
-            f"{speaker}: saved has no state of any parameter; the optimizer has made no step, or keeps no moments"
-        )
+    return convert(library_in(saved, "from_saved"), saved, target, params, step, fields)

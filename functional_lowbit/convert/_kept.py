@@ -20,7 +20,7 @@ class Codes(NamedTuple):
 
     format: str
     signed: bool
-    codes: Tensor  # [n], one for each element, as the format's codec has them (not packed)
+    codes: Callable[[], Tensor]  # [n], one for each element, as the format's codec has them (not packed)
     scales: Tensor  # float32 [n_blocks]
     block: int
 
@@ -70,12 +70,10 @@ def _same_codes(kept: Kept, layout: Layout) -> tuple[Tensor, Tensor, Tensor] | N
         return None
     if not _alike(kept.spec, layout.spec) or grid.n_blocks == 0:
         return None
-    if grid.padding or theirs.codes.numel() != grid.n_blocks * grid.block:
-        return None
-    if theirs.block % grid.block and grid.n_blocks > 1:
+    if grid.padding or (theirs.block % grid.block and grid.n_blocks > 1):
         return None
     codec = layout.format.codec(layout.signed)
-    codes = theirs.codes.reshape(grid.n_blocks, grid.block)
+    codes = theirs.codes().reshape(grid.n_blocks, grid.block)
     first = torch.arange(grid.n_blocks, device=codes.device) * grid.block
     scales = theirs.scales.float()[first // theirs.block].view(-1, 1)
     assert codec.zero_scale is not None

@@ -108,7 +108,7 @@ def _leaf(speaker: str, entries: Mapping[str, Any], path: str, described: Mappin
 def read_own(speaker: str, param: SavedParam, group: Mapping[str, Any], fields: Mapping[str, str]) -> Read:
     """Entries as `saved_of_own` returns them."""
     moments = {f: kept_of(x) for f, x in param.entries.items() if f in ENTRIES}
-    return Read(param.words, moments, {f: (f,) for f in moments}, read_step(speaker, param))
+    return Read(param.words, moments, {f: (f,) for f in moments}, param.group, read_step(speaker, param))
 
 
 def kept_of(leaf: Any) -> Kept:
@@ -120,7 +120,10 @@ def kept_of(leaf: Any) -> Kept:
     if layout.format.scaled and grid.padding == 0:
         codes, scales = leaf.local_blocks()
         assert scales is not None
-        codec = layout.format.codec(layout.signed)
-        codes = codes if codec.packing == 1 or grid.n_blocks == 0 else unpack(codes, grid.block)
-        found = Codes(layout.format.name, layout.signed, codes.reshape(-1), scales.reshape(-1), grid.block)
+        packed = layout.format.codec(layout.signed).packing > 1
+
+        def each() -> Tensor:
+            return unpack(codes, grid.block) if packed else codes
+
+        found = Codes(layout.format.name, layout.signed, each, scales.reshape(-1), grid.block)
     return Kept(layout.shape, leaf.dequantize, layout.spec, found)

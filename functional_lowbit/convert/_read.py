@@ -1,6 +1,6 @@
 """What is read of one saved parameter, and the entries of torch.optim: plain tensors under torch's names."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -16,6 +16,7 @@ class Read(NamedTuple):
     words: str  # how errors speak of it
     moments: Mapping[str, Kept]  # by entry: exp_avg
     fields: Mapping[str, tuple[str, ...]]  # entry to the fields of ours that it may be
+    group: int = 0
     step: int | None = None
     error: Tensor | None = None  # of FlashOptim: what the parameter lacks of its master
 
@@ -32,7 +33,7 @@ def read_torch(speaker: str, param: SavedParam, group: Mapping[str, Any], fields
     """The entries of torch.optim.
 
     Raises:
-        ValueError: for an entry that is not understood, and for a decay that our momentum has not.
+        ValueError: for an entry that is not understood.
     """
     moments: dict[str, Kept] = {}
     for entry, value in param.entries.items():
@@ -40,9 +41,7 @@ def read_torch(speaker: str, param: SavedParam, group: Mapping[str, Any], fields
             continue
         check_entry(speaker, param, entry, fields)
         moments[entry] = plain(speaker, param, entry, value)
-    if "momentum_buffer" in moments:
-        refuse_dampening(speaker, param, group)
-    return Read(param.words, moments, fields_of(moments, group, fields), read_step(speaker, param))
+    return Read(param.words, moments, fields_of(moments, group, fields), param.group, read_step(speaker, param))
 
 
 def plain(speaker: str, param: SavedParam, entry: str, value: Any) -> Kept:
@@ -87,14 +86,29 @@ def fields_of(
     return found
 
 
-def refuse_dampening(speaker: str, param: SavedParam, group: Mapping[str, Any]) -> None:
-    """Ours sums the whole gradient."""
-    dampening = group.get("dampening", 0)
-    if dampening and float(dampening) != 0:
-        raise ValueError(
-            f"{speaker}: group {param.group} has a dampening of {dampening}, which our trace has not; its momentum is "
-            "another sum"
-        )
+def refuse_dampening(
+    speaker: str, reads: Iterable[Read], groups: Sequence[Mapping[str, Any]], target: Any, step: int | None
+) -> None:
+    """Refuse momentum that a target does not go on with: our `trace` sums whole gradients, and never the rest of them.
+
+    An optimizer of ours whose groups have a dampening does; its first gradient counts whole, so it must know that there
+    have been steps, which torch's SGD does not count.
+    """
+    for read in reads:
+        dampening = groups[read.group].get("dampening", 0)
+        if "momentum_buffer" not in read.moments or not dampening or float(dampening) == 0:
+            continue
+        own = getattr(target, "param_groups", [{}])
+        if not all("dampening" in group for group in own):
+            raise ValueError(
+                f"{speaker}: group {read.group} has a dampening of {dampening}, which the target has not; its momentum "
+                "is another sum"
+            )
+        if step is None and read.step is None:
+            raise ValueError(
+                f"{speaker}: group {read.group} has a dampening of {dampening}, which the first step has not, and "
+                "saved has no number of steps; pass step="
+            )
 
 
 def signed(entry: str) -> bool:

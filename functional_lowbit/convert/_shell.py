@@ -29,7 +29,7 @@ def into_optimizer(
         saved: What was saved.
         target: The optimizer.
         read: `read(param) -> Read`.
-        check: `check(state, reads)` refuses what has no state at all.
+        check: `check(states, reads)` refuses what the target cannot go on with.
         step: For every counter, if not None.
     """
     params = params_in_order(target)

@@ -1,6 +1,6 @@
 """to_torch: a state of ours as the state_dict of a torch.optim optimizer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from functional_lowbit._base import Tree
 from functional_lowbit.convert._kept import Kept
 from functional_lowbit.convert._match import Sides, match
 from functional_lowbit.convert._own import ENTRIES, is_own, kept_of, saved_of_own
+from functional_lowbit.convert._place import Place, own_groups, place_of
 from functional_lowbit.convert._read import read_step
 from functional_lowbit.convert._saved import SavedParam
 from functional_lowbit.convert._shell import params_in_order
@@ -18,23 +19,21 @@ from functional_lowbit.convert._slots import Slots, find_slots, listed, named_le
 from functional_lowbit.optim._optimizer import Optimizer
 
 SPEAKER = "to_torch"
-HYPERS = ({"lr", "betas", "eps", "weight_decay"}, {"lr", "momentum", "dampening", "weight_decay", "nesterov"})
 
 
 class Owner(NamedTuple):
-    """One parameter of the source."""
+    """One parameter of the source that has moments."""
 
     moments: dict[str, Kept]  # by entry of torch
     step: int | None
-    tensor: Tensor | None
 
 
-class Place(NamedTuple):
-    """Where the result goes."""
+class Source(NamedTuple):
+    """What is converted."""
 
-    params: list[SavedParam]
-    keys: list[Any]  # of the state, for each parameter
-    groups: list[dict[str, Any]]  # as they are returned
+    params: Mapping[str, Tensor | None]  # all, by name and in order; None where they are not known
+    owners: dict[str, Owner]
+    place: Place | None = None  # its own groups, if they have all hyperparameters
 
 
 def to_torch(
@@ -81,8 +80,8 @@ def to_torch(
         ['exp_avg', 'exp_avg_sq', 'step']
     """
     entries = {**ENTRIES, **{f: e for e, f in (fields or {}).items()}}
-    owners, own_place = _source(source, params, entries)
-    place = own_place if target is None else _place(target)
+    given = _source(source, params, entries)
+    place = given.place if target is None else place_of(SPEAKER, target)
     if place is None:
         raise ValueError(
             f"{SPEAKER}: target is needed, since source has not all hyperparameters; pass the torch.optim optimizer, "
@@ -91,11 +90,13 @@ def to_torch(
     found = match(
         Sides(SPEAKER, "target", "source"),
         [p._replace(entries={"": None}) for p in place.params],
-        {name: owner.tensor for name, owner in owners.items()},
+        given.params,
     )
+    damped = isinstance(source, Optimizer) and all("dampening" in group for group in source.param_groups)
     makers = {}
     for name, p in found.items():
-        makers[p.number] = _checked(owners[name], p, place.groups[p.group])
+        if name in given.owners:  # a mask may have left out the others
+            makers[p.number] = _checked(given.owners[name], p, place.groups[p.group], damped)
     state = {}
     for number, (moments, step) in sorted(makers.items()):
         made: dict[str, Any] = {} if step is None else {"step": torch.tensor(float(step), dtype=torch.float32)}
@@ -106,15 +107,13 @@ def to_torch(
     return {"state": state, "param_groups": place.groups}
 
 
-def _source(source: Any, params: Tree, entries: Mapping[str, str]) -> tuple[dict[str, Owner], Place | None]:
-    """Parameters by name, and the source's own groups if it has hyperparameters."""
+def _source(source: Any, params: Tree, entries: Mapping[str, str]) -> Source:
     if isinstance(source, Optimizer):
         owners: dict[str, Owner] = {}
         for tree in source._trees:
             _interrupted.refuse(SPEAKER, tree.state)
-            owners.update(_owners(find_slots(tree.state), tree.params, entries))
-        owners = {name: owners[name] for name in params_in_order(source) if name in owners}
-        return owners, _own_groups(source.state_dict()["param_groups"])
+            owners.update(_owners(find_slots(tree.state), entries))
+        return Source(params_in_order(source), owners, own_groups(SPEAKER, source.state_dict()["param_groups"]))
     if is_own(source):
         saved = saved_of_own(SPEAKER, source)
         owners = {}
@@ -122,21 +121,16 @@ def _source(source: Any, params: Tree, entries: Mapping[str, str]) -> tuple[dict
             moments = {entries[f]: kept_of(x) for f, x in p.entries.items() if f in entries}
             if moments:
                 name = str(p.number) if p.name is None else p.name
-                owners[name] = Owner(moments, read_step(SPEAKER, p), None)
-        return owners, _own_groups(source["param_groups"]) if "param_groups" in source else None
+                owners[name] = Owner(moments, read_step(SPEAKER, p))
+        place = own_groups(SPEAKER, source["param_groups"]) if "param_groups" in source else None
+        return Source(dict.fromkeys(owners), owners, place)
     _interrupted.refuse(SPEAKER, source)
     slots = find_slots(source)
-    places = dict.fromkeys(slots.owners()) if params is None else dict(named_leaves(params))
-    return _owners(slots, places, entries), None
+    known = dict.fromkeys(slots.owners()) if params is None else dict(named_leaves(params))
+    return Source(known, _owners(slots, entries))
 
 
-def _own_groups(groups: Sequence[Mapping[str, Any]]) -> Place | None:
-    """The source's own groups, if they have all that an optimizer of torch reads; torch sets the switches itself."""
-    whole = all(any(names <= set(group) for names in HYPERS) for group in groups)
-    return _place(groups) if groups and whole else None
-
-
-def _owners(slots: Slots, params: Mapping[str, Any], entries: Mapping[str, str]) -> dict[str, Owner]:
+def _owners(slots: Slots, entries: Mapping[str, str]) -> dict[str, Owner]:
     counters = {counter.path: int(counter.leaf) for counter in slots.counters}
     found: dict[str, Owner] = {}
     for slot in slots.slots:
@@ -144,7 +138,7 @@ def _owners(slots: Slots, params: Mapping[str, Any], entries: Mapping[str, str])
             continue
         entry = entries[slot.field]
         step = counters.get(slot.counter or "")
-        owner = found.setdefault(slot.owner, Owner({}, step, params.get(slot.owner)))
+        owner = found.setdefault(slot.owner, Owner({}, step))
         if entry in owner.moments:
             raise ValueError(
                 f"{SPEAKER}: source has two moments of parameter {slot.owner!r} that {entry!r} may be, the second at "
@@ -153,37 +147,10 @@ def _owners(slots: Slots, params: Mapping[str, Any], entries: Mapping[str, str])
         owner.moments[entry] = kept_of(slot.leaf)
         if owner.step is None and step is not None:
             found[slot.owner] = owner._replace(step=step)
-    return {name: found[name] for name in params if name in found}
+    return found
 
 
-def _place(target: Any) -> Place:
-    """Parameters, keys and groups of an optimizer, or of a list of groups."""
-    tensors: list[Any] = []
-    if isinstance(target, torch.optim.Optimizer):
-        tensors = [p for group in target.param_groups for p in group["params"]]
-        target = target.state_dict()["param_groups"]
-    if not isinstance(target, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in target):
-        raise TypeError(
-            f"{SPEAKER}: target must be a torch.optim.Optimizer or a list of its groups, got {type(target).__name__}"
-        )
-    params: list[SavedParam] = []
-    keys: list[Any] = []
-    groups: list[dict[str, Any]] = []
-    for i, group in enumerate(target):
-        own = list(group["params"])
-        names, group_keys = group.get("param_names"), []
-        for k, x in enumerate(own):
-            name = x if isinstance(x, str) else names[k] if names else None
-            n = len(params)
-            tensor = x if isinstance(x, Tensor) else tensors[n] if tensors else None
-            params.append(SavedParam(name, n, i, {}, tensor))
-            group_keys.append(x if isinstance(x, str) else n)
-        keys += group_keys
-        groups.append({**{name: value for name, value in group.items() if name != "params"}, "params": group_keys})
-    return Place(params, keys, groups)
-
-
-def _checked(owner: Owner, p: SavedParam, group: Mapping[str, Any]) -> tuple[dict[str, Kept], int | None]:
+def _checked(owner: Owner, p: SavedParam, group: Mapping[str, Any], damped: bool) -> tuple[dict[str, Kept], int | None]:
     """What a parameter of a group gets, if its optimizer keeps that. Known ones are told by their group."""
     moments, step = owner.moments, owner.step
     wanted: set[str] | None = None
@@ -193,7 +160,7 @@ def _checked(owner: Owner, p: SavedParam, group: Mapping[str, Any]) -> tuple[dic
             moments = {"momentum_buffer": moments["exp_avg"]}
     elif "dampening" in group:
         wanted, step = {"momentum_buffer"}, None
-        for name, rule in (("dampening", not group["dampening"]), ("momentum", bool(group.get("momentum")))):
+        for name, rule in (("dampening", damped or not group["dampening"]), ("momentum", bool(group.get("momentum")))):
             if not rule:
                 raise ValueError(
                     f"{SPEAKER}: {name} of group {p.group} of target is {group[name]}, with which torch.optim.SGD "

@@ -3,7 +3,7 @@
 All three have blocks over the flattened local tensor. The classes are not imported: whoever has such a tensor has them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -51,7 +51,7 @@ def read_torchao(speaker: str, param: SavedParam, group: Mapping[str, Any], fiel
             moments[entry] = _kept(f"{speaker}: {entry!r} of {param.words}", value, signed(entry))
         else:
             moments[entry] = plain(speaker, param, entry, value)
-    return Read(param.words, moments, fields_of(moments, group, fields), read_step(speaker, param))
+    return Read(param.words, moments, fields_of(moments, group, fields), param.group, read_step(speaker, param))
 
 
 def _kept(speaker: str, x: Tensor, is_signed: bool) -> Kept:
@@ -65,7 +65,7 @@ def _kept(speaker: str, x: Tensor, is_signed: bool) -> Kept:
         )
     block = n // max(scales.numel(), 1)
     if codes.dtype == FP8:
-        found = Codes("e4m3", is_signed, codes.view(torch.uint8), scales, block)
+        found = Codes("e4m3", is_signed, lambda: codes.view(torch.uint8), scales, block)
 
         def local() -> Tensor:
             return codes.float() * per_element(scales, block, n)
@@ -73,17 +73,21 @@ def _kept(speaker: str, x: Tensor, is_signed: bool) -> Kept:
     else:
         qmap = own.qmap.detach()
         is_signed = bool(getattr(own, "signed", is_signed))
-        if packed:
-            codes = torch.stack([codes >> 4, codes & 15], dim=-1).reshape(-1)  # the even element has the high half
-        found = _known(codes, qmap, scales, block, is_signed)
+
+        def each() -> Tensor:
+            if not packed:
+                return codes
+            return torch.stack([codes >> 4, codes & 15], dim=-1).reshape(-1)  # the even element has the high half
+
+        found = _known(each, qmap, scales, block, is_signed)
 
         def local() -> Tensor:
-            return by_map(codes, qmap, scales, block)
+            return by_map(each(), qmap, scales, block)
 
     return Kept(tuple(x.shape), lambda: wrap(local().reshape(shape), spec), spec, found)
 
 
-def _known(codes: Tensor, qmap: Tensor, scales: Tensor, block: int, is_signed: bool) -> Codes | None:
+def _known(codes: Callable[[], Tensor], qmap: Tensor, scales: Tensor, block: int, is_signed: bool) -> Codes | None:
     """The codes as one of our formats has them."""
     for format in ("dynamic8", "dynamic4"):
         if is_map_of(format, is_signed, qmap):
@@ -91,5 +95,5 @@ def _known(codes: Tensor, qmap: Tensor, scales: Tensor, block: int, is_signed: b
     steps = torch.arange(1, 17, device=qmap.device) / 16
     if not is_signed and qmap.shape == steps.shape and torch.equal(qmap.float(), steps):
         # Ours keeps a code for 0 and has none for 15/16, which becomes 1.
-        return Codes("dynamic4", False, (codes + 1).clamp_max(15), scales, block)
+        return Codes("dynamic4", False, lambda: (codes() + 1).clamp_max(15), scales, block)
     return None

@@ -1,5 +1,6 @@
 """fl.convert.from_bitsandbytes: bitsandbytes' own optimizers, which run on the CPU."""
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,23 @@ def test_ten_steps_there_and_ten_here(kind: str):
             assert apart.square().mean().sqrt() <= (1e-4 if exact else 0.1)
 
 
+def test_blocks_of_zeros():
+    """A row without gradients has scales of 0 there, which ours have not: written anew, as zeros. The rest is kept."""
+    p = nn.Parameter(torch.ones(16, 512))
+    optimizer = bnb.optim.AdamW8bit([p], LR)
+    p.grad = torch.randn(16, 512, generator=torch.Generator().manual_seed(0))
+    p.grad[5] = 0
+    optimizer.step()
+    state = fl.convert.from_bitsandbytes(optimizer, KINDS["AdamW8bit"].tx.init({"w": p.detach()}))[0]
+    entries = optimizer.state[p]
+    assert not entries["absmax1"][10:12].any()
+    others = [i for i in range(16) if i != 5]
+    for leaf, i in ((state.mu["w"], 1), (state.nu["w"], 2)):
+        assert not leaf.dequantize()[5].any()
+        assert torch.equal(leaf.codes[others], entries[f"state{i}"][others])
+        assert torch.equal(leaf.scales[others], entries[f"absmax{i}"].view(16, 2)[others])
+
+
 def test_into_an_optimizer():
     params, optimizer = made("AdamW8bit", 2)
 
@@ -149,6 +167,12 @@ def test_without_a_model():
     assert [tuple(p.shape) for p in found.values()] == list(SHAPES.values())
     state = fl.convert.from_saved(saved, KINDS["AdamW8bit"].tx.init(found), found)[0]
     assert torch.equal(state.mu["0"].codes.flatten(), optimizer.state[params["long"]]["state1"].flatten())
+
+
+def test_the_example_of_the_docs():
+    text = (Path(__file__).parents[2] / "docs" / "conversion.md").read_text()
+    code = next(x for x in re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if "bitsandbytes" in x)
+    exec(code, {})
 
 
 def test_what_is_refused():

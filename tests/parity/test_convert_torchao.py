@@ -4,6 +4,7 @@ torchao runs by its eager path (`force_eager`), which has the arithmetic of its 
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,18 @@ def test_codes(format: str):
                 assert worst <= ERROR[format][i] + 1e-6  # some ulp
 
 
+def test_a_shorter_block_keeps_more_codes():
+    """Blocks of 32 divide rows of 96 and torchao's 256: the scale of each of theirs stands with several of ours."""
+    params, optimizer = made("dynamic8", 3)
+    plain = {name: p.detach() for name, p in params.items()}
+    tx = fl.adamw8bit(LR, format="dynamic8", block_size=32)
+    state = fl.convert.from_torchao(optimizer, tx.init(plain))[0]
+    for field, entry in (("mu", "exp_avg"), ("nu", "exp_avg_sq")):
+        theirs, ours = optimizer.state[params["odd"]][entry], getattr(state, field)["odd"]
+        assert torch.equal(codes_of(ours), codes_of(theirs))
+        assert torch.equal(ours.scales.flatten(), theirs.scale.repeat_interleave(256 // 32))
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_into_other_formats(format: str):
     """float32 takes the very numbers; another format is written as `fl.quantize` writes them."""
@@ -164,6 +177,13 @@ def test_by_way_of_a_file_and_without_a_model(tmp_path: Path):
     tx = fl.adamw8bit(LR, format="dynamic4")
     state = fl.convert.from_saved(saved, tx.init(found), found)[0]
     assert torch.equal(codes_of(state.mu["short"]), codes_of(optimizer.state[params["short"]]["exp_avg"]))
+
+
+def test_the_example_of_the_docs():
+    text = (Path(__file__).parents[2] / "docs" / "conversion.md").read_text()
+    code = next(x for x in re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if "torchao" in x)
+    with torch.compiler.set_stance("force_eager"):
+        exec(code, {})
 
 
 def test_damaged():
