@@ -127,6 +127,22 @@ def test_the_leaves_of_an_optimizer_are_named_after_its_parameters(capsys, tmp_p
     assert leaves(document)["weight.0.mu"]["format"] == "companded8"
 
 
+def test_an_optimizer_of_ours_inside_a_tree(capsys, tmp_path):
+    optimizer = optimizer_of(torch.nn.Linear(64, 64), fl.adamw8bit(1e-3))
+    fl.checkpoint.save(tmp_path / "x", {"optim": optimizer.state_dict(), "epoch": 3})
+    document = inspected(capsys, tmp_path / "x")
+    assert document["states"][0]["made_by"].endswith("with fl.optim.Optimizer inside")
+    assert leaves(document)["optim.state.0.0.mu"]["format"] == "companded8"
+    assert leaves(document)["optim.state.0.0.mu"]["max"] == pytest.approx(0.1)
+    assert leaves(document)["epoch"]["format"] == "int"
+    assert command(capsys, "convert", tmp_path / "x", tmp_path / "y", "--to", "root4") == (
+        2,
+        "",
+        "functional-lowbit convert: the state is that of an fl.optim optimizer inside a tree of fl.checkpoint; load it "
+        "into one of the other format, with optimizer.load_state_dict(..., convert=True)\n",
+    )
+
+
 def test_the_state_of_torch(capsys, tmp_path):
     optimizer = torch_adamw(torch.nn.Linear(8, 8))
     torch.save(optimizer.state_dict(), tmp_path / "x.pt")
@@ -415,6 +431,7 @@ def test_folders_that_are_not_complete(capsys, tmp_path):
         "",
         f"functional-lowbit inspect: the file {str(file)!r} is truncated: it has {size - 10} bytes of {size}\n",
     )
+    stored = file.read_bytes()
     file.unlink()
     assert command(capsys, "inspect", folder).err == (
         f"functional-lowbit inspect: the file {str(file)!r} of the checkpoint is missing\n"
@@ -426,12 +443,18 @@ def test_folders_that_are_not_complete(capsys, tmp_path):
         f"functional-lowbit inspect: cannot read {str(folder / '.metadata')!r}, the file is damaged: "
     )
     (folder / ".metadata").unlink()
-    (folder / "other").write_text("")
+    file.write_bytes(stored)
     assert command(capsys, "inspect", folder) == (
         1,
         "",
         f"functional-lowbit inspect: {str(folder)!r} is no complete checkpoint: it has no .metadata, which is written "
         "last\n",
+    )
+    file.rename(folder / "optimizer.pt")
+    assert command(capsys, "inspect", folder) == (
+        2,
+        "",
+        f"functional-lowbit inspect: {str(folder)!r} is a folder without a checkpoint; give one of the files in it\n",
     )
     shutil.rmtree(folder)
     folder.mkdir()

@@ -13,7 +13,7 @@ from functional_lowbit.cli._mistakes import Broken, Mistake, said
 from functional_lowbit.cli._pending import take
 from functional_lowbit.cli._recipes import in_format
 from functional_lowbit.cli._reformat import Made, Target, reformat, relative_error
-from functional_lowbit.cli._sections import OURS, Section, names_of
+from functional_lowbit.cli._sections import OPTIMIZER, OURS, Section, names_of
 from functional_lowbit.convert._slots import named_leaves
 from functional_lowbit.optim import _entries
 
@@ -42,6 +42,7 @@ def to_format(section: Section, target: Target, advance: Advance) -> Converted:
         return _foreign_to_format(section, target, advance)
     if section.problems:
         raise Broken(f"{section.problems[0][0]!r}: {section.problems[0][1]}; see functional-lowbit inspect")
+    _refuse_nested(section)
     made: dict[str, Made] = {}
     if _schema.SCHEMA in section.node:
         listed = {leaf.path for leaf in section.leaves}
@@ -104,6 +105,7 @@ def to_torch(section: Section) -> Converted:
     Raises:
         Mistake: for a state that torch has no place for.
     """
+    _refuse_nested(section)
     saved: Any = section.node
     if _schema.SCHEMA in saved:
         saved = {name: take(x) for name, x in saved.items()}
@@ -143,6 +145,14 @@ def _groups(section: Section, saved: Any, names: list[str]) -> Any:
         return None if all("lr" in group for group in own) else [{**defaults, **group} for group in own]
     numbers = all(name.isdecimal() for name in names)
     return [{**defaults, "params": sorted(map(int, names)) if numbers else names}]
+
+
+def _refuse_nested(section: Section) -> None:
+    if section.made_by.endswith(f"{OPTIMIZER} inside"):
+        raise Mistake(
+            "the state is that of an fl.optim optimizer inside a tree of fl.checkpoint; load it into one of the other "
+            "format, with optimizer.load_state_dict(..., convert=True)"
+        )
 
 
 def _prefixes(section: Section) -> dict[Any, str]:

@@ -35,10 +35,11 @@ def open_folder(path: Path, unsafe: bool) -> tuple[Mapping[Any, Any], int, Check
         Broken: if the checkpoint is not complete, or damaged.
     """
     place = _folder.real(path)
+    names = [x.name for x in place.iterdir()] if place.is_dir() else []
+    if names and not any(name == _folder.METADATA or name.endswith(".distcp") for name in names):
+        raise Mistake(f"{str(path)!r} is a folder without a checkpoint; give one of the files in it")
     try:
         folder = _folder.find(SPEAKER, place)
-    except FileNotFoundError as error:
-        raise Mistake(said(error, SPEAKER)) from error
     except OSError as error:
         raise Mistake(said(error, SPEAKER)) from error
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -41,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         >>> main(["inspect", "missing.pt"])  # and on stderr: functional-lowbit inspect: there is no 'missing.pt'
         2
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files may be no text, and stdout may be ASCII
     args = _parser().parse_args(argv)
     try:
         # stdout is for the one document: what other libraries print while they are loaded goes to stderr.

@@ -15,6 +15,7 @@ DEPTH = 8  # of dicts inside dicts that are looked into
 BNB_NEST = "__bnb_optimizer_quant_state__"  # where bitsandbytes hides its tensors from FSDP
 BNB_PARTS = ("absmax", "qmap", "new_max", "max")  # beside state1 and state2
 NONNEGATIVE = {"step", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "state2"}
+OPTIMIZER = "fl.optim.Optimizer"
 OURS, TORCH, TORCHAO, BITSANDBYTES = "functional-lowbit", "torch", "torchao", "bitsandbytes"
 
 
@@ -87,7 +88,16 @@ def _inside(node: Any, where: str, depth: int) -> Iterator[Section]:
 
 def _ours(entries: Mapping[str, Any], where: str) -> Section:
     leaves, problems = _described(entries, entries[_schema.SCHEMA], "")
-    return Section(where, OURS, f"fl.state_dict{_version(entries[_schema.SCHEMA])}", leaves, problems, entries)
+    made_by = f"fl.state_dict{_version(entries[_schema.SCHEMA])}"
+    inner = [leaf.path.removesuffix(_schema.SCHEMA) for leaf in leaves if leaf.path.endswith(f".{_schema.SCHEMA}")]
+    for prefix in inner:  # the state_dict of an fl.optim optimizer was saved as a part of a tree
+        own = {name.removeprefix(prefix): x for name, x in entries.items() if name.startswith(prefix)}
+        found, bad = _described(own, _text(own[_schema.SCHEMA]), prefix)
+        leaves = [leaf for leaf in leaves if not leaf.path.startswith(prefix)] + found
+        problems += bad
+    if inner:
+        made_by += f", with {OPTIMIZER} inside"
+    return Section(where, OURS, made_by, leaves, problems, entries)
 
 
 def _described(entries: Mapping[Any, Any], text: Any, prefix: str) -> tuple[list[Leaf], list[tuple[str, str]]]:
@@ -139,7 +149,7 @@ def _of_an_optimizer(saved: Mapping[str, Any], where: str) -> Section:
         problems += bad
     kinds = {_library_of(leaf) for leaf in leaves if leaf.described is None} - {TORCH}
     library = next(iter(sorted(kinds)), library)
-    made_by = "fl.optim.Optimizer" if library == OURS else "state_dict of an optimizer"
+    made_by = OPTIMIZER if library == OURS else "state_dict of an optimizer"
     return Section(where, library, made_by, leaves, problems, saved)
 
 
