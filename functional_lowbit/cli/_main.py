@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names of files may be no text, and stdout may be ASCII
+            stream.reconfigure(errors="backslashreplace")  # a terminal may lack letters
     args = _parser().parse_args(argv)
     try:
         # stdout is for the one document: what other libraries print while they are loaded goes to stderr.
