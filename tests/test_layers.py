@@ -86,8 +86,8 @@ for floor, names in CONVERT.items():
     FLOORS[floor] = FLOORS[floor] | {f"convert.{name}" for name in names}
 CLI = [  # the floors of the command line, which uses the library as users do
     {"arguments", "mistakes", "output", "pending", "progress", "numbers", "contenders", "machine"},
-    {"folders", "foreign", "recipes", "safetensors_file", "same", "sections", "timing"},
-    {"leaves", "reformat", "stores", "bench"},
+    {"folders", "foreign", "listed", "recipes", "safetensors_file", "same", "timing"},
+    {"leaves", "reformat", "sections", "stores", "bench"},
     {"conversions", "inspect", "parameters", "rewritten"},
     {"convert", "plan"},
     {"main"},

@@ -12,10 +12,10 @@ from functional_lowbit import _schema, formats
 from functional_lowbit._quantized import Layout, QuantizedTensor, zeros
 from functional_lowbit._version import __version__
 from functional_lowbit.cli._foreign import read_foreign
+from functional_lowbit.cli._listed import Leaf
 from functional_lowbit.cli._mistakes import Broken
 from functional_lowbit.cli._numbers import Numbers, bad_scales, count, decoded, pieces, share
 from functional_lowbit.cli._pending import take
-from functional_lowbit.cli._sections import Leaf
 from functional_lowbit.sharding import local_of
 
 META = torch.device("meta")

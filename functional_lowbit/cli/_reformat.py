@@ -12,9 +12,9 @@ from functional_lowbit._base import Moment
 from functional_lowbit._low_bit import LowBit
 from functional_lowbit._quantized import Layout, QuantizedTensor, encode
 from functional_lowbit._reading import saved_layout, write_again
+from functional_lowbit.cli._listed import Leaf
 from functional_lowbit.cli._mistakes import Broken, Mistake
 from functional_lowbit.cli._pending import take
-from functional_lowbit.cli._sections import Leaf
 from functional_lowbit.sharding import ShardSpec
 
 TWINS = ("mu", "nu")  # a state with these has a counter `step` beside them

@@ -1,15 +1,13 @@
 """The optimizer states inside a checkpoint: whose they are, and which leaves they have."""
 
-import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from functional_lowbit import _schema
-from functional_lowbit.cli._mistakes import said
-from functional_lowbit.cli._pending import Pending, is_tensor, take
-from functional_lowbit.sharding import local_of
+from functional_lowbit.cli._listed import Leaf, described_leaves, text_of, version_of
+from functional_lowbit.cli._pending import Pending, is_tensor
 
 DEPTH = 8  # of dicts inside dicts that are looked into
 BNB_NEST = "__bnb_optimizer_quant_state__"  # where bitsandbytes hides its tensors from FSDP
@@ -17,20 +15,6 @@ BNB_PARTS = ("absmax", "qmap", "new_max", "max")  # beside state1 and state2
 NONNEGATIVE = {"step", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "state2"}
 OPTIMIZER = "fl.optim.Optimizer"
 OURS, TORCH, TORCHAO, BITSANDBYTES = "functional-lowbit", "torch", "torchao", "bitsandbytes"
-
-
-class Leaf(NamedTuple):
-    """One leaf of an optimizer state, unread."""
-
-    path: str
-    parts: Mapping[str, Any]  # ending of the name, ".codes" or "" -> a tensor, read or not, or a number
-    described: Mapping[str, Any] | None = None  # what the schema says of it; None for other libraries
-    nonnegative: bool = False  # whether its field is known to be never below 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors, as they are stored."""
-        return sum(x.nbytes for x in self.parts.values() if is_tensor(x))
 
 
 class Section(NamedTuple):
@@ -87,46 +71,17 @@ def _inside(node: Any, where: str, depth: int) -> Iterator[Section]:
 
 
 def _ours(entries: Mapping[str, Any], where: str) -> Section:
-    leaves, problems = _described(entries, entries[_schema.SCHEMA], "")
-    made_by = f"fl.state_dict{_version(entries[_schema.SCHEMA])}"
+    leaves, problems = described_leaves(entries, entries[_schema.SCHEMA], "")
+    made_by = f"fl.state_dict{version_of(entries[_schema.SCHEMA])}"
     inner = [leaf.path.removesuffix(_schema.SCHEMA) for leaf in leaves if leaf.path.endswith(f".{_schema.SCHEMA}")]
     for prefix in inner:  # the state_dict of an fl.optim optimizer was saved as a part of a tree
         own = {name.removeprefix(prefix): x for name, x in entries.items() if name.startswith(prefix)}
-        found, bad = _described(own, _text(own[_schema.SCHEMA]), prefix)
+        found, bad = described_leaves(own, text_of(own.get(_schema.SCHEMA)), prefix)
         leaves = [leaf for leaf in leaves if not leaf.path.startswith(prefix)] + found
         problems += bad
     if inner:
         made_by += f", with {OPTIMIZER} inside"
     return Section(where, OURS, made_by, leaves, problems, entries)
-
-
-def _described(entries: Mapping[Any, Any], text: Any, prefix: str) -> tuple[list[Leaf], list[tuple[str, str]]]:
-    """The leaves that a schema lists, and what does not agree with it."""
-    try:
-        listed = _schema.read("schema", text)
-    except ValueError as error:
-        return [], [(f"{prefix}{_schema.SCHEMA}", said(error, "schema"))]
-    leaves, known = [], {_schema.SCHEMA}
-    for path, described in listed.items():
-        parts = {ending: entries[path + ending] for ending in described["parts"] if path + ending in entries}
-        known |= {path + ending for ending in described["parts"]}
-        leaves.append(Leaf(prefix + path, parts, described, _is_second(path, listed)))
-    return leaves, [(f"{prefix}{name}", "the schema lists no such entry") for name in entries if name not in known]
-
-
-def _is_second(path: str, listed: Collection[str]) -> bool:
-    """Whether it is Adam's second moment, which has a first one beside it, or a counter."""
-    words = path.split(".")
-    twins = (".".join([*words[:i], "mu", *words[i + 1 :]]) for i, word in enumerate(words) if word == "nu")
-    return words[-1] == "step" or any(twin in listed for twin in twins)
-
-
-def _version(text: str) -> str:
-    try:
-        library = json.loads(text).get("library")
-    except (ValueError, AttributeError):
-        return ""
-    return f" of version {library}" if library else ""
 
 
 def _of_an_optimizer(saved: Mapping[str, Any], where: str) -> Section:
@@ -142,7 +97,7 @@ def _of_an_optimizer(saved: Mapping[str, Any], where: str) -> Section:
             continue
         if _schema.SCHEMA in entries:
             library = OURS
-            own, bad = _described(entries, _text(entries[_schema.SCHEMA]), prefix)
+            own, bad = described_leaves(entries, text_of(entries[_schema.SCHEMA]), prefix)
         else:
             own, bad = _foreign(entries, prefix), []
         leaves += own
@@ -162,14 +117,6 @@ def names_of(groups: Any) -> dict[Any, str]:
             members = group.get("params", ())
             found.update(zip(members, map(str, names), strict=False))
     return found
-
-
-def _text(raw: Any) -> Any:
-    """A schema that is a tensor of bytes, as `fl.optim.Optimizer` saves it."""
-    raw = take(raw)
-    if not isinstance(raw, Tensor):
-        return raw
-    return bytes(local_of(raw).flatten().tolist()).decode(errors="replace")
 
 
 def _foreign(entries: Mapping[Any, Any], prefix: str) -> list[Leaf]:
