@@ -81,10 +81,10 @@ def _reading(speaker: str, path: str, own: Any, saved: Mapping[str, Any], conver
             as_it_is = not own.layout.cut
         if alike and as_it_is:
             return _as_it_is(own)
-        return _from_codes(own, _saved_layout(speaker, path, own.layout.spec, saved, own.layout.format))
+        return _from_codes(own, saved_layout(speaker, path, own.layout.spec, saved, own.layout.format))
     if saved["stored"] == "values":
         return Reading({_schema.VALUES: own}, lambda parts: parts[_schema.VALUES])
-    return _from_codes(own, _saved_layout(speaker, path, ShardSpec.of(own), saved, None))
+    return _from_codes(own, saved_layout(speaker, path, ShardSpec.of(own), saved, None))
 
 
 def _as_it_is(own: QuantizedTensor) -> Reading:
@@ -124,7 +124,7 @@ def _from_codes(own: Any, layout: Layout) -> Reading:
     return Reading(likes, build)
 
 
-def _saved_layout(
+def saved_layout(
     speaker: str, path: str, spec: ShardSpec | None, saved: Mapping[str, Any], own: formats.Format | None
 ) -> Layout:
     """The layout of codes that were saved whole. Where this mesh would cut their blocks, each rank reads all."""

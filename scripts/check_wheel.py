@@ -17,7 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LINK = ROOT / "functional_lowbit" / "transforms"
 DECLARED = {"torch", "optree", "functional_lowbit"}  # keep equal to `dependencies` in pyproject.toml
-OPTIONAL = {"functional_lowbit/_safetensors.py": {"safetensors"}}  # imported inside a function only, by an extra's name
+OPTIONAL = {  # imported inside a function only
+    "functional_lowbit/_safetensors.py": {"safetensors"},
+    "functional_lowbit/cli/_stores.py": {"torchao"},
+}
 
 ABSENT = """
 try:
@@ -129,6 +132,10 @@ def main() -> None:
         run(python, "-c", EVERY_MODULE + installed + here + NO_BARE_TRANSFORMS, cwd=elsewhere)
         run(python, "-c", ONE_STEP, cwd=elsewhere)
         say("wheel: every module imports and a step runs; there is no bare `transforms`")
+
+        run(work / "env" / "bin" / "functional-lowbit", "--version", cwd=elsewhere)
+        run(python, "-m", "functional_lowbit", "--version", cwd=elsewhere)
+        say("wheel: the command functional-lowbit and `python -m functional_lowbit` run")
 
         (elsewhere / "transforms.py").write_text("MINE = True\n")
         mine = "import transforms\nassert transforms.MINE\n"

@@ -14,25 +14,27 @@ PACKAGE = Path(fl.__file__).parent
 # Floor, and the modules on it, each one above the highest that it imports.
 FLOORS = """
  0  _base _chunks _cpp_library _cpp_ops _cpp_text _error_report _grid _guard _headers _lanes _lock _model_config
-    _numerics _ranks _report _split _stream_plan _version convert._saved formats._format optim._orphans
-    optim._same_groups rounding transforms
- 1  _cpp_norm _cpp_source _folder _recipe _staging _tree convert._match convert._place formats.companded
-    formats.dynamic formats.floats formats.fp8 formats.root4
- 2  _interrupted _parts _per_leaf _streamed formats sharding
+    _numerics _ranks _report _split _stream_plan _version cli._arguments cli._machine cli._mistakes cli._output
+    cli._pending cli._progress convert._saved formats._format optim._orphans optim._same_groups rounding
+    transforms
+ 1  _cpp_norm _cpp_source _folder _recipe _staging _tree cli._same convert._match convert._place
+    formats.companded formats.dynamic formats.floats formats.fp8 formats.root4
+ 2  _interrupted _parts _per_leaf _streamed cli._folders formats sharding
  3  _check _collectives _current _index _plan_params _planned_mesh _quantized _task convert._blocks
- 4  _describe _exact_sum _like_params _noise _norm _schema _statistics _whole optim._hyper schedules
- 5  _apply _donate _low_bit _memory_plan _observing _reading _rule optim._groups reduce transforms._finite
-    transforms._masked transforms._master tree
- 6  _checkpoint _kernel _leafwise _program convert._kept convert._slots optim._options transforms._inject
-    transforms._multi_steps transforms._partition
+ 4  _describe _exact_sum _like_params _noise _norm _schema _statistics _whole cli._numbers optim._hyper
+    schedules
+ 5  _apply _donate _low_bit _memory_plan _observing _reading _rule cli._foreign cli._listed optim._groups reduce
+    transforms._finite transforms._masked transforms._master tree
+ 6  _checkpoint _kernel _leafwise _program cli._leaves cli._sections convert._kept convert._slots optim._options
+    transforms._inject transforms._multi_steps transforms._partition
  7  _native _quantization_error _renewal _run _safetensors convert._read optim._entries transforms._centralize
     transforms._chain transforms._clip transforms._decay transforms._factored transforms._freeze
     transforms._scale transforms._trust_ratio
- 8  _backends _begin _finish _offload checkpoint convert._bitsandbytes convert._flashoptim convert._masters
-    convert._own convert._torchao transforms._adam transforms._lion transforms._orthogonalize
+ 8  _backends _begin _finish _offload checkpoint cli._safetensors_file convert._bitsandbytes convert._flashoptim
+    convert._masters convert._own convert._torchao transforms._adam transforms._lion transforms._orthogonalize
     transforms._record_error transforms._sgd
- 9  _launch convert._fill convert._library optim._rules plot
-10  _compile
+ 9  _launch cli._stores convert._fill convert._library optim._rules plot
+10  _compile cli._inspect cli._parameters
 11  optim._param_tree
 12  optim._saved
 13  optim._optimizer
@@ -41,6 +43,11 @@ FLOORS = """
 16  convert._from optim
 17  convert
 18  functional_lowbit
+19  cli._contenders cli._recipes cli._reformat cli._rewritten
+20  cli._conversions cli._plan cli._timing
+21  cli._bench cli._convert
+22  cli._main
+23  __main__ cli
 """
 
 
@@ -67,6 +74,7 @@ DOORS = {  # who may use what
         "_folder",
         "_safetensors",
         "checkpoint",
+        "cli._folders",  # it reads a checkpoint one entry after the other
     },
     "safetensors": {"_safetensors"},
     "optree": {"_tree"},

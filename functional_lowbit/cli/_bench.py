@@ -1,0 +1,146 @@
+"""Time one AdamW step on this machine: every format of ours beside torch, and torchao and bitsandbytes if installed."""
+
+import argparse
+import statistics
+import warnings
+from typing import Any
+
+import torch
+
+from functional_lowbit._version import __version__
+from functional_lowbit.cli._arguments import amount, at_least_1, words
+from functional_lowbit.cli._contenders import PEERS, REFERENCE, leaves, makers, parameters, shapes, versions
+from functional_lowbit.cli._machine import machine
+from functional_lowbit.cli._mistakes import Mistake, said
+from functional_lowbit.cli._output import Result, counted, table
+from functional_lowbit.cli._progress import progress
+from functional_lowbit.cli._timing import Timed, race, warm_up
+
+HELP = "time our formats on this machine, beside torch, torchao and bitsandbytes"
+EXAMPLES = """\
+examples:
+  functional-lowbit bench                              one leaf of 4 M elements, about a minute
+  functional-lowbit bench --size 64M --leaves 40       more, and more of them
+  functional-lowbit bench --only companded8,torchao    those whose name has one of these words
+  functional-lowbit bench --json > this-machine.json
+
+Every timing of a step is taken right after one of torch's fused AdamW. Their ratio is reported, the median over the
+rounds with the smallest and the largest: two runs on one machine may differ by a factor of two, a ratio from within
+one run hardly does. Buffers are donated. Nothing else should run meanwhile.
+"""
+HEAD = ("optimizer", "ns/param", "× torch fused", "min", "max", "state bytes/param", "first step")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of `bench`."""
+    parser.add_argument(
+        "--size", type=amount, default=4_194_304, metavar="N", help="elements of all leaves (4194304; 64M)"
+    )
+    parser.add_argument(
+        "--leaves", type=at_least_1, default=1, metavar="N", help="how many leaves they are split into (1)"
+    )
+    parser.add_argument("--rounds", type=at_least_1, default=7, metavar="N", help="timings of each (7)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of parameters (float32)")
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
+    parser.add_argument(
+        "--threads", type=at_least_1, metavar="N", help="torch's threads (as many as it takes by itself)"
+    )
+    parser.add_argument("--only", type=words, default=[], metavar="WORDS", help="only names with one of these words")
+    parser.add_argument("--no-peers", action="store_true", help="leave out torchao and bitsandbytes")
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Time what is asked for.
+
+    Raises:
+        Mistake: for a device that is not there, and if no name has one of the words.
+    """
+    _check_device(args.device)
+    names = _chosen(args)
+    before = torch.get_num_threads()
+    torch.set_num_threads(args.threads or before)
+    try:
+        return _measured(args, names)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measured(args: argparse.Namespace, names: list[str]) -> Result:
+    dtype, of = getattr(torch, args.dtype), shapes(args.size, args.leaves)
+    all_makers, failed = makers(), {}
+    entries: dict[str, Timed] = {}
+    with progress("time steps", len(names) * (args.rounds + 3)) as advance:
+        for name in names:
+            advance(0, f"{name}, first step")
+            try:
+                with warnings.catch_warnings():
+                    if name in PEERS:
+                        warnings.simplefilter("ignore")  # what they have to say is for their own programmers
+                    made = all_makers[name](leaves(of, dtype, args.device, 0), leaves(of, dtype, args.device, 1))
+                    entries[name] = warm_up(made, args.device)
+            except Exception as error:  # what another library raises is not ours to know
+                if name not in PEERS:
+                    raise
+                failed[name] = f"{type(error).__name__}: {said(error)}"[:300]
+            advance(3 if name in entries else 3 + args.rounds, name)
+        race(entries, entries[REFERENCE], args.rounds, args.device, advance)
+    params = parameters(of)
+    rows = [_row(name, entry, params) for name, entry in entries.items()]
+    setting = {"parameters": params, "leaves": args.leaves, "shape": list(of[0]), "dtype": args.dtype}
+    document: dict[str, Any] = {"command": "bench", "version": __version__, "machine": machine(args.device)}
+    document |= {"device": args.device, "threads": torch.get_num_threads(), "versions": versions()}
+    document |= {**setting, "rounds": args.rounds, "rows": rows, "failed": failed}
+    return Result(document, _text(document))
+
+
+def _row(name: str, entry: Timed, params: int) -> dict[str, Any]:
+    return {
+        "name": name,
+        "ns_per_param": 1e9 * statistics.median(entry.seconds) / params,
+        "ratio": statistics.median(entry.ratios),
+        "ratios": entry.ratios,
+        "state_bytes_per_param": entry.contender.state_bytes() / params,
+        "first_step_seconds": entry.first,
+    }
+
+
+def _text(document: dict[str, Any]) -> str:
+    named = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    what = f"{document['parameters']:,} parameters of {document['dtype']}"
+    split = (
+        f"in {document['leaves']:,} leaves of {tuple(document['shape'])}" if document["leaves"] > 1 else "in one leaf"
+    )
+    lines = [
+        (
+            row["name"],
+            f"{row['ns_per_param']:.3g}",
+            *(f"{x:.3g}" for x in (row["ratio"], min(row["ratios"]), max(row["ratios"]))),
+            f"{row['state_bytes_per_param']:.2f}",
+            f"{row['first_step_seconds']:.2f} s",
+        )
+        for row in document["rows"]
+    ]
+    parts = [
+        document["machine"],
+        named,
+        f"{what} {split}, {counted(document['rounds'], 'round')}",
+        "",
+        table(HEAD, lines, HEAD[1:]),
+    ]
+    parts += [f"{name}: not measured, {why}" for name, why in document["failed"].items()]
+    return "\n".join(parts)
+
+
+def _chosen(args: argparse.Namespace) -> list[str]:
+    names = [name for name in makers() if not (args.no_peers and name in PEERS)]
+    for word in args.only:
+        if not any(word in name for name in names):
+            raise Mistake(f"--only {word!r} is in none of the names: {', '.join(names)}")
+    return [n for n in names if n == REFERENCE or not args.only or any(word in n for word in args.only)]
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.zeros(1, device=device)
+    except Exception as error:  # torch raises RuntimeError, AssertionError and others
+        raise Mistake(f"--device {device!r} cannot be used here: {said(error)[:200]}") from error

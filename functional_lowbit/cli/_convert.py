@@ -1,0 +1,158 @@
+"""Convert the optimizer states of a checkpoint to another format of this library, or to torch.optim in float32."""
+
+import argparse
+from typing import Any
+
+import functional_lowbit as fl
+from functional_lowbit import formats
+from functional_lowbit._version import __version__
+from functional_lowbit.cli._arguments import at_least_0, at_least_1
+from functional_lowbit.cli._conversions import Converted, to_format, to_torch
+from functional_lowbit.cli._mistakes import Broken, Mistake, said
+from functional_lowbit.cli._output import Result, counted, size
+from functional_lowbit.cli._progress import progress
+from functional_lowbit.cli._reformat import MIN_SIZE, Target
+from functional_lowbit.cli._rewritten import check_place, replaced, write
+from functional_lowbit.cli._same import first_difference
+from functional_lowbit.cli._sections import Section, sections
+from functional_lowbit.cli._stores import FOLDER, TORCH, Store, open_store
+
+HELP = "convert an optimizer checkpoint to another format, or to torch.optim"
+EXAMPLES = """\
+examples:
+  functional-lowbit convert demo.pt small.pt --to root4         the whole file, its optimizer state in 4 bits
+  functional-lowbit convert run/last run/half --to dynamic8     a folder of fl.checkpoint.save
+  functional-lowbit convert torch.pt ours.pt --to companded8    from torch, torchao, bitsandbytes or FlashOptim
+  functional-lowbit convert ours.pt torch.pt --to torch         back to torch.optim, float32
+
+A state of this library keeps its structure: each moment is written in the format, under the name that it had. A state
+of another library becomes one of fl.adamw8bit, fl.lion8bit or fl.sgd8bit. What else is in the file is copied. The
+result is written beside its place, read again, compared bit for bit, and renamed; nothing is overwritten without
+--force.
+"""
+TO_TORCH = "torch"
+LIBRARIES = ("torch", "torchao", "bitsandbytes", "flashoptim", "functional_lowbit")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of `convert`."""
+    parser.add_argument("source", metavar="SRC", help="a file of torch.save, a safetensors file, a checkpoint folder")
+    parser.add_argument("target", metavar="DST", help="where to write; the same kind of file or folder")
+    parser.add_argument("--to", required=True, choices=[*formats.names(), TO_TORCH], help="a format, or torch.optim")
+    parser.add_argument("--from", dest="library", choices=["auto", *LIBRARIES], default="auto", help="library (auto)")
+    parser.add_argument(
+        "--block-size", type=at_least_1, metavar="N", help="elements that share a scale (the format's own)"
+    )
+    parser.add_argument(
+        "--min-size",
+        type=at_least_0,
+        default=MIN_SIZE,
+        metavar="N",
+        help=f"smaller leaves stay in float32 ({MIN_SIZE})",
+    )
+    parser.add_argument("--force", action="store_true", help="replace what is at DST")
+    parser.add_argument("--unsafe", action="store_true", help="run code that a pickled file holds, if you trust it")
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Convert `args.source` to `args.target`.
+
+    Raises:
+        Mistake: for a state that cannot be converted, and a place that cannot be written.
+        Broken: for a source that is damaged.
+    """
+    check_place(args.source, args.target, args.force)
+    store = open_store(args.source, args.unsafe)
+    found = sections(store.tree)
+    if not found:
+        raise Mistake(f"{args.source!r} holds no optimizer state; see functional-lowbit inspect")
+    if store.kind == FOLDER and any(section.where for section in found):
+        raise Mistake(
+            f"the state at {found[0].where!r} of {args.source!r} was not saved by fl.checkpoint.save; load it with "
+            "torch.distributed.checkpoint, and convert it with fl.convert.from_saved"
+        )
+    libraries = [_library(args, section) for section in found]
+    target = Target(formats.get("float32" if args.to == TO_TORCH else args.to), args.block_size, args.min_size)
+    with progress("convert", sum(section.nbytes for section in found)) as advance:
+        if args.to == TO_TORCH:
+            made = [to_torch(section) for section in found]
+        else:
+            made = [to_format(section, target, advance) for section in found]
+    kind = _write(args, store, found, made)
+    states = [_document(s, library, c) for s, library, c in zip(found, libraries, made, strict=True)]
+    document: dict[str, Any] = {"command": "convert", "version": __version__, "source": args.source}
+    document |= {"target": args.target, "kind": kind, "to": args.to, "states": states, "verified": True}
+    return Result(document, _text(document))
+
+
+def _library(args: argparse.Namespace, section: Section) -> str:
+    try:
+        found = fl.convert.library_of(section.node)
+    except (TypeError, ValueError) as error:
+        raise Broken(f"{section.where or args.source!r}: {said(error, 'library_of')}") from error
+    if args.library not in ("auto", found):
+        raise Mistake(f"--from {args.library}: the state in {args.source!r} is from {found}")
+    return found
+
+
+def _write(args: argparse.Namespace, store: Store, found: list[Section], made: list[Converted]) -> str:
+    """Write the result; the kind of what was written."""
+    if store.kind == TORCH:
+        tree = store.tree
+        for section, converted in zip(found, made, strict=True):
+            tree = replaced(tree, section.where, converted.node)
+        wanted = tree
+    elif args.to == TO_TORCH:  # which only torch.save keeps
+        store, tree = store._replace(kind=TORCH), made[0].node
+        wanted = tree
+    else:
+        tree, wanted = made[0].leaves, made[0].node
+
+    def verify(path: str) -> None:
+        with progress("verify", 1) as advance:
+            written = open_store(path, args.unsafe).tree
+            names = sorted(wanted) if store.kind != TORCH else None
+            there = {n: written[n] for n in sorted(written)} if names else written
+            wrong = first_difference({n: wanted[n] for n in names} if names else wanted, there)
+            advance(1)
+        if wrong is not None:
+            raise Broken(f"{wrong!r} was not written as it should be, so nothing was put at {args.target!r}; try again")
+
+    write(store, args.target, tree, verify)
+    return store.kind
+
+
+def _document(section: Section, library: str, converted: Converted) -> dict[str, Any]:
+    leaves = [
+        {"path": path, "from": x.before, "to": x.after, "bytes_before": x.bytes_before, "bytes": x.bytes_after}
+        | {"relative_error": x.error}
+        for path, x in converted.made.items()
+    ]
+    worst = max(leaves, key=lambda leaf: leaf["relative_error"], default=None)
+    return {
+        "where": section.where,
+        "from": library,
+        "bytes_before": section.nbytes,
+        "bytes": sum(x.bytes_after for x in converted.made.values()),
+        "changed": sum(x.before != x.after or x.error > 0 for x in converted.made.values()),
+        "largest_relative_error": worst["relative_error"] if worst else 0.0,
+        "worst_leaf": worst["path"] if worst and worst["relative_error"] else None,
+        "how_to_load": converted.how_to_load,
+        "leaves": leaves,
+    }
+
+
+def _text(document: dict[str, Any]) -> str:
+    parts = [f"{document['source']} -> {document['target']}: {document['kind']}"]
+    for state in document["states"]:
+        where = f"{state['where']}: " if state["where"] else ""
+        sizes = f"{size(state['bytes_before'])} -> {size(state['bytes'])}"
+        total = counted(len(state["leaves"]), "leaf")
+        parts.append(f"{where}{state['from']} -> {document['to']}, {state['changed']:,} of {total} changed, {sizes}")
+        if state["worst_leaf"]:
+            error = f"{100 * state['largest_relative_error']:.3g}%"
+            parts.append(f"largest relative error: {error} of the leaf's norm, in {state['worst_leaf']}")
+        else:
+            parts.append("largest relative error: 0, all numbers are exact")
+        parts.append(state["how_to_load"])
+    return "\n".join([*parts, "written, read again and compared: every bit is right"])

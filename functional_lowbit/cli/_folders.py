@@ -1,0 +1,156 @@
+"""Checkpoint folders (`fl.checkpoint`, `torch.distributed.checkpoint`), opened without running code pickled in them."""
+
+import io
+import pathlib
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from functional_lowbit import _folder
+from functional_lowbit.cli._mistakes import Broken, Mistake, said
+from functional_lowbit.cli._pending import Pending
+
+Check = Callable[[Callable[..., None]], list[str]]
+METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+METADATA_CLASSES = {
+    *("Metadata", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+    *("TensorProperties", "MetadataIndex", "_MEM_FORMAT_ENCODING", "_StorageInfo", "_StoragePrefix"),
+}
+SPEAKER = "inspect"  # of `_folder`'s errors, whose texts are handed on without it
+
+
+def open_folder(path: Path, unsafe: bool) -> tuple[Mapping[Any, Any], int, Check]:
+    """What was saved, bytes on the disk, and how to compare checksums.
+
+    Raises:
+        Mistake: if there is no checkpoint, or if its `.metadata` holds more than it should.
+        Broken: if the checkpoint is not complete, or damaged.
+    """
+    place = _folder.real(path)
+    names = [x.name for x in place.iterdir()] if place.is_dir() else []
+    if names and not any(name == _folder.METADATA or name.endswith(".distcp") for name in names):
+        raise Mistake(f"{str(path)!r} is a folder without a checkpoint; give one of the files in it")
+    try:
+        folder = _folder.find(SPEAKER, place)
+    except OSError as error:
+        raise Mistake(said(error, SPEAKER)) from error
+    except ValueError as error:
+        raise Broken(said(error, SPEAKER)) from error
+    if not unsafe:
+        _refuse_code(folder / _folder.METADATA)
+    try:
+        metadata = _folder.metadata(SPEAKER, folder)
+    except ValueError as error:
+        raise Broken(said(error, SPEAKER)) from error
+
+    def reader(name: str, like: Any) -> Callable[[], Tensor]:
+        return lambda: _read(folder, metadata, name, like(), unsafe)
+
+    flat: dict[str, Any] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            dtype, shape = entry.properties.dtype, tuple(entry.size)
+            flat[name] = Pending(dtype, shape, reader(name, lambda d=dtype, s=shape: torch.empty(s, dtype=d)))
+        else:
+            flat[name] = _read(folder, metadata, name, "", unsafe)
+    size = sum(x.stat().st_size for x in folder.iterdir() if x.is_file())
+    return _nested(flat, metadata.planner_data), size, lambda advance: _damage(folder, metadata, advance)
+
+
+def _nested(flat: Mapping[str, Any], places: Any) -> dict[Any, Any]:
+    """The dicts and lists that torch.distributed.checkpoint flattened: it keeps the place of each entry."""
+    tree: dict[Any, Any] = {}
+    for name, value in flat.items():
+        place = places.get(name, (name,)) if isinstance(places, Mapping) else (name,)
+        node = tree
+        for word in place[:-1]:
+            node = node.setdefault(word, {})
+        node[place[-1]] = value
+    return {name: _with_lists(node) for name, node in tree.items()}
+
+
+def _with_lists(node: Any) -> Any:
+    """Dicts whose keys count from 0 as lists, which they were."""
+    if not isinstance(node, dict):
+        return node
+    kids = {name: _with_lists(kid) for name, kid in node.items()}
+    return [kids[i] for i in range(len(kids))] if kids and set(kids) == set(range(len(kids))) else kids
+
+
+class _Unpickler(pickle.Unpickler):
+    """Loads what torch puts into `.metadata`, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        plain = (module in METADATA_MODULES and name in METADATA_CLASSES) or (
+            (module, name) in (("torch.serialization", "_get_layout"), ("torch", "Size"))
+            or (module.startswith("pathlib") and hasattr(pathlib, name) and name.endswith("Path"))
+            or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
+        )
+        if not plain:
+            raise _Code(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+class _Code(Exception):
+    """The name of something that `.metadata` has no need of."""
+
+
+def _refuse_code(file: Path) -> None:
+    try:
+        with file.open("rb") as opened:
+            _Unpickler(opened).load()
+    except _Code as code:
+        raise Mistake(
+            f"{str(file)!r} holds more than an account of tensors: {code}; loading that can run any code, so use "
+            "--unsafe if you trust whoever wrote it"
+        ) from code
+    except Exception as error:  # cut short or spoilt, it raises almost anything
+        raise Broken(f"cannot read {str(file)!r}, the file is damaged: {said(error)}") from error
+
+
+class _Planner(DefaultLoadPlanner):
+    """Reads numbers and strings without running what else might be pickled there."""
+
+    def __init__(self, unsafe: bool):
+        super().__init__()
+        self.unsafe = unsafe
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=not self.unsafe)
+
+
+def _read(folder: Path, metadata: Any, name: str, like: Any, unsafe: bool) -> Any:
+    reader, planner = FileSystemReader(folder), _Planner(unsafe)
+    try:
+        planner.set_up_planner({name: like}, metadata, is_coordinator=True)
+        reader.set_up_storage_reader(metadata, True)
+        reader.read_data(planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan())), planner).wait()
+    except Exception as error:
+        raise Broken(f"cannot read {name!r} of {str(folder)!r}, a file is damaged: {said(error)}") from error
+    return planner.state_dict[name]
+
+
+def _damage(folder: Path, metadata: Any, advance: Callable[..., None]) -> list[str]:
+    """Entries whose bytes are not those that were written. Each is a small file of torch.save, with a checksum."""
+    found = []
+    for index, where in metadata.storage_data.items():
+        with (folder / where.relative_path).open("rb") as file:
+            file.seek(where.offset)
+            stored = file.read(where.length)
+        advance(len(stored), index.fqn)
+        try:
+            archive = zipfile.ZipFile(io.BytesIO(stored))
+            damaged = archive.testzip() is not None
+        except zipfile.BadZipFile:
+            damaged = True
+        if damaged:
+            found.append(f"the bytes of {index.fqn!r} are not those that were written (their checksum says)")
+    return found

@@ -1,0 +1,141 @@
+"""Look into a checkpoint: the optimizer's leaves, what their numbers are, and which of them are broken."""
+
+import argparse
+from typing import Any
+
+from functional_lowbit._version import __version__
+from functional_lowbit.cli._leaves import Row, look
+from functional_lowbit.cli._mistakes import Mistake
+from functional_lowbit.cli._output import Result, counted, size, table
+from functional_lowbit.cli._progress import progress
+from functional_lowbit.cli._sections import Section, beside, sections
+from functional_lowbit.cli._stores import open_store
+
+HELP = "look into an optimizer checkpoint, and find what is broken"
+EXAMPLES = """\
+examples:
+  functional-lowbit inspect demo.pt             a file of torch.save, the state somewhere inside it
+  functional-lowbit inspect run/last            a folder of fl.checkpoint.save
+  functional-lowbit inspect state.safetensors   a file of fl.checkpoint.save_safetensors
+  functional-lowbit inspect --broken demo.pt    only the broken leaves
+  functional-lowbit inspect --json demo.pt | jq '.states[].leaves[] | select(.problems != [])'
+
+States of this library, of torch.optim, torchao and bitsandbytes are understood. Leaves are read one after the other,
+so a checkpoint may be larger than the memory. The exit status is 1 if anything is broken.
+"""
+HEAD = ("path", "format", "shape", "block", "bytes", "min", "max", "abs max", "zeros", "NaN", "Inf")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of `inspect`."""
+    parser.add_argument("path", metavar="PATH", help="a file of torch.save, a safetensors file, or a checkpoint folder")
+    parser.add_argument("--broken", action="store_true", help="list only the leaves that are broken")
+    parser.add_argument("--no-checksums", action="store_true", help="do not compare the checksums that the file keeps")
+    parser.add_argument("--unsafe", action="store_true", help="run code that a pickled file holds, if you trust it")
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Look into `args.path`.
+
+    Raises:
+        Mistake: if there is nothing to look into.
+        Broken: if it cannot be read at all.
+    """
+    store = open_store(args.path, args.unsafe)
+    found = sections(store.tree)
+    if not found:
+        raise Mistake(
+            f"{args.path!r} holds no optimizer state: neither an entry 'schema' (fl.state_dict), nor 'state' beside "
+            "'param_groups' (torch.optim)"
+        )
+    damaged: list[str] = []
+    if not args.no_checksums:
+        with progress("compare checksums", store.size) as advance:
+            damaged = store.check(advance)
+    total = sum(section.nbytes for section in found)
+    with progress("read leaves", total) as advance:
+        rows = [_look(section, advance) for section in found]
+    bad = len(damaged) + sum(len(s.problems) for s in found) + sum(bool(r.problems) for own in rows for r in own)
+    document = {
+        "command": "inspect",
+        "version": __version__,
+        "path": args.path,
+        "kind": store.kind,
+        "bytes": store.size,
+        "states": [_document(section, own, args.broken) for section, own in zip(found, rows, strict=True)],
+        "beside": [{"name": n, "tensors": k, "bytes": b} for n, k, b in beside(store.tree)],
+        "damaged": damaged,
+        "broken": bad,
+    }
+    return Result(document, _text(document), int(bad > 0))
+
+
+def _look(section: Section, advance: Any) -> list[Row]:
+    rows = []
+    for leaf in section.leaves:
+        rows.append(look(leaf))
+        advance(leaf.nbytes, leaf.path)
+    return rows
+
+
+def _document(section: Section, rows: list[Row], only_broken: bool) -> dict[str, Any]:
+    return {
+        "where": section.where,
+        "library": section.library,
+        "made_by": section.made_by,
+        "bytes": sum(row.bytes for row in rows),
+        "count": len(rows),
+        "leaves": [_leaf(row) for row in rows if row.problems or not only_broken],
+        "problems": [{"path": path, "problem": problem} for path, problem in section.problems],
+    }
+
+
+def _leaf(row: Row) -> dict[str, Any]:
+    n = row.numbers
+    counts = {"numbers": None, "min": None, "max": None, "abs_max": None, "zeros": None, "nan": None, "inf": None}
+    if n is not None:
+        counts = {"numbers": n.total, "min": n.low, "max": n.high, "abs_max": n.largest}
+        counts |= {"zeros": n.zeros, "nan": n.nan, "inf": n.inf}
+    own = {"path": row.path, "format": row.format, "shape": list(row.shape), "block_size": row.block_size}
+    return {**own, "bytes": row.bytes, **counts, "problems": row.problems}
+
+
+def _text(document: dict[str, Any]) -> str:
+    parts = [f"{document['path']}: {document['kind']}, {size(document['bytes'])}"]
+    for state in document["states"]:
+        where = f"{state['where']}: " if state["where"] else ""
+        made_by = f"{state['made_by']} ({state['library']})"
+        parts.append(f"\n{where}{made_by}, {counted(state['count'], 'leaf')}, {size(state['bytes'])}")
+        if state["leaves"]:
+            parts.append(table(HEAD, [_cells(leaf) for leaf in state["leaves"]], HEAD[3:]))
+        moments = [leaf for leaf in state["leaves"] if leaf["abs_max"] and leaf["path"].split(".")[-1] != "step"]
+        worst = max(moments, key=lambda leaf: leaf["abs_max"], default=None)
+        if worst is not None:
+            parts.append(f"largest magnitude: {worst['abs_max']:.3g}, in {worst['path']}")
+    if document["beside"]:
+        names = [
+            f"{x['name']} ({counted(x['tensors'], 'tensor')}, {size(x['bytes'])})" if x["tensors"] else x["name"]
+            for x in document["beside"]
+        ]
+        parts.append(f"\nbeside it: {', '.join(names)}")
+    problems = [f"  {text}" for text in document["damaged"]]
+    for state in document["states"]:
+        prefix = f"{state['where']}: " if len(document["states"]) > 1 and state["where"] else ""
+        problems += [f"  {prefix}{x['path']}: {x['problem']}" for x in state["problems"]]
+        problems += [f"  {prefix}{x['path']}: {'; '.join(x['problems'])}" for x in state["leaves"] if x["problems"]]
+    parts.append("\nbroken:\n" + "\n".join(problems) if problems else "\nnothing is broken")
+    return "\n".join(parts)
+
+
+def _cells(leaf: dict[str, Any]) -> tuple[str, ...]:
+    share = leaf["zeros"] / leaf["numbers"] if leaf["numbers"] else None
+    return (
+        leaf["path"],
+        leaf["format"],
+        str(tuple(leaf["shape"])),
+        "" if leaf["block_size"] is None else f"{leaf['block_size']}",
+        f"{leaf['bytes']:,}",
+        *("" if leaf[key] is None else f"{leaf[key]:.3g}" for key in ("min", "max", "abs_max")),
+        "" if not share else f"{share:.1%}",
+        *("" if not leaf[key] else f"{leaf[key]:,}" for key in ("nan", "inf")),
+    )

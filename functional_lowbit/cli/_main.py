@@ -1,0 +1,93 @@
+"""The command line: arguments, exit status, and what happens to errors."""
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from functional_lowbit._version import __version__
+from functional_lowbit.cli import _bench, _convert, _inspect, _plan
+from functional_lowbit.cli._mistakes import Mistake
+from functional_lowbit.cli._output import as_json
+
+NAME = "functional-lowbit"
+COMMANDS = {"plan": _plan, "inspect": _inspect, "convert": _convert, "bench": _bench}
+INTERRUPTED, NOBODY_READS = 130, 141  # what a shell says of SIGINT and SIGPIPE
+EPILOG = """\
+exit status:
+  0    all is well
+  1    the checkpoint is broken, or what was asked found a problem
+  2    a mistake in the arguments
+  130  interrupted
+
+Each command has examples: functional-lowbit inspect --help
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    A user's mistake is told in one line on stderr. Any other error is a bug of ours, and keeps its traceback.
+
+    Args:
+        argv: Arguments; those of the process if None.
+
+    Returns:
+        The exit status.
+
+    Example:
+        >>> from functional_lowbit.cli import main
+        >>> main(["inspect", "missing.pt"])  # and on stderr: functional-lowbit inspect: there is no 'missing.pt'
+        2
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may lack letters
+    args = _parser().parse_args(argv)
+    try:
+        # stdout is for the one document: what other libraries print while they are loaded goes to stderr.
+        with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+            result = COMMANDS[args.command].run(args)
+        sys.stdout.write((as_json(result.document) if args.json else result.text) + "\n")
+        sys.stdout.flush()
+        return result.status
+    except Mistake as mistake:
+        if args.debug:
+            raise
+        sys.stderr.write(f"{NAME} {args.command}: {mistake}\n")
+        return mistake.status
+    except KeyboardInterrupt:
+        if args.debug:
+            raise
+        sys.stderr.write(f"{NAME} {args.command}: interrupted\n")
+        return INTERRUPTED
+    except BrokenPipeError:  # `| head` has read enough; Python flushes stdout once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NOBODY_READS
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="write one JSON document to stdout, and nothing else")
+    common.add_argument("--debug", action="store_true", help="show the traceback of a mistake too")
+    parser = argparse.ArgumentParser(
+        prog=NAME,
+        description="Low-bit optimizer states from the command line.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"{NAME} {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=module.__doc__,
+            epilog=module.EXAMPLES,
+            parents=[common],
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+    return parser

@@ -1,0 +1,94 @@
+"""The numbers of a leaf: smallest, largest, and how many of them are none."""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_lowbit._quantized import QuantizedTensor
+
+CHUNK = 1 << 22  # numbers that are decoded at a time, so that a large leaf needs little memory
+
+
+class Numbers(NamedTuple):
+    """What was counted. The extremes are those of finite numbers; None if there are none."""
+
+    total: int = 0
+    low: float | None = None
+    high: float | None = None
+    zeros: int = 0
+    negative: int = 0
+    nan: int = 0
+    inf: int = 0
+
+    @property
+    def largest(self) -> float | None:
+        """The largest magnitude."""
+        return None if self.low is None or self.high is None else max(abs(self.low), abs(self.high))
+
+
+def count(chunks: Iterable[Tensor]) -> Numbers:
+    """The numbers of some tensors of any shape and dtype."""
+    so_far = Numbers()
+    for x in chunks:
+        if x.numel() == 0:
+            continue
+        x = x if x.dtype in (torch.float64, torch.int64) or not x.dtype.is_complex else torch.view_as_real(x)
+        x = x.float() if x.is_floating_point() and x.itemsize < 4 else x.int() if x.dtype == torch.bool else x
+        if x.dtype in (torch.uint16, torch.uint32, torch.uint64):
+            x = x.to(torch.int64)
+        finite = x[x.isfinite()] if x.is_floating_point() else x
+        ends = finite.aminmax() if finite.numel() else None
+        low, high = (None, None) if ends is None else (ends.min.item(), ends.max.item())
+        so_far = Numbers(
+            so_far.total + x.numel(),
+            low if so_far.low is None else so_far.low if low is None else min(low, so_far.low),
+            high if so_far.high is None else so_far.high if high is None else max(high, so_far.high),
+            so_far.zeros + int((x == 0).sum()),
+            so_far.negative + int((x < 0).sum()),
+            so_far.nan + int(x.isnan().sum()),
+            so_far.inf + int(x.isinf().sum()),
+        )
+    return so_far
+
+
+def pieces(x: Tensor) -> Iterator[Tensor]:
+    """A tensor in pieces of at most `CHUNK` numbers."""
+    flat = x.detach().reshape(-1)
+    for first in range(0, flat.numel(), CHUNK):
+        yield flat[first : first + CHUNK]
+
+
+def decoded(leaf: QuantizedTensor) -> Iterator[Tensor]:
+    """The numbers that a leaf stands for, in pieces; padding is left out."""
+    codec = leaf.format.codec(leaf.layout.signed)
+    codes, scales = leaf.local_blocks()
+    if scales is None:
+        for piece in pieces(codes):
+            yield codec.read(piece, None, 1)
+        return
+    grid = leaf.layout.local_grid()
+    lengths = grid.lengths(codes.device)
+    at_once = max(1, CHUNK // max(1, grid.block))
+    for first in range(0, grid.n_blocks, at_once):
+        part = slice(first, first + at_once)
+        values = codec.read(codes[part], scales[part], grid.block)
+        yield values[torch.arange(grid.block) < lengths[part]] if grid.padding else values
+
+
+def share(n: int, total: int, what: str, kind: str) -> str:
+    """`3 of 576 scales are NaN`, `1 of 576 scales is NaN`."""
+    return f"{n:,} of {total:,} {what} {'is' if n == 1 else 'are'} {kind}"
+
+
+def bad_scales(scales: Tensor, zero: bool) -> list[str]:
+    """What is wrong with the scales of a leaf.
+
+    Args:
+        scales: One for each block.
+        zero: Whether a scale may be 0.
+    """
+    found = count(pieces(scales))
+    kinds = {"NaN": found.nan, "Inf": found.inf, "below 0": found.negative, "0": 0 if zero else found.zeros}
+    return [share(n, found.total, "scales", kind) for kind, n in kinds.items() if n]

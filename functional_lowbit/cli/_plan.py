@@ -1,0 +1,158 @@
+"""What training will take: bytes of weights, gradients and state by optimizer and format, for each rank of a mesh."""
+
+import argparse
+import re
+from math import prod
+from typing import Any
+
+import torch
+
+import functional_lowbit as fl
+from functional_lowbit._report import Report
+from functional_lowbit._version import __version__
+from functional_lowbit.cli._arguments import at_least_1, words
+from functional_lowbit.cli._mistakes import Mistake, said
+from functional_lowbit.cli._output import Result, counted, size, table
+from functional_lowbit.cli._parameters import Params, of_path, of_shapes
+from functional_lowbit.cli._progress import progress
+from functional_lowbit.cli._recipes import chosen
+
+HELP = "how many bytes a model's training will take, by optimizer and format"
+EXAMPLES = """\
+examples:
+  functional-lowbit plan config.json                      a Hugging Face config (needs transformers)
+  functional-lowbit plan model.safetensors --ranks 8      FSDP2 on 8 ranks; only the file's header is read
+  functional-lowbit plan model/ --mesh 2x4                HSDP: 2 copies of the shards of 4 ranks
+  functional-lowbit plan --shapes 50257x768,768x3072 --optimizer adamw,lion --format companded8,root4
+  functional-lowbit plan demo.pt --optimizer adamw4bit --leaves     each leaf of one of them
+  functional-lowbit plan model/ --dtype bfloat16 --json
+
+Nothing is allocated: the numbers are those of the real state, made without memory. Activations, buffers and what a
+step needs while it runs are not counted.
+"""
+TORCH = "torch AdamW"
+HEAD = ("optimizer", "format", "weights", "gradients", "state", "total", "bytes/param")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of `plan`."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a config.json, a safetensors file, their index, a folder with these, or a checkpoint",
+    )
+    parser.add_argument("--shapes", metavar="1000x512,512", help="parameters of these shapes instead of a model")
+    parser.add_argument(
+        "--optimizer", type=words, default=["adamw"], metavar="NAMES", help="with commas, or 'all' (adamw)"
+    )
+    parser.add_argument("--format", type=words, default=[], metavar="NAMES", help="formats of the state (all)")
+    parser.add_argument(
+        "--block-size", type=at_least_1, metavar="N", help="elements that share a scale (each format's own)"
+    )
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights (the model's own)")
+    mesh = parser.add_mutually_exclusive_group()
+    mesh.add_argument("--ranks", type=at_least_1, metavar="N", help="ranks that the model is sharded over, as by FSDP2")
+    mesh.add_argument("--mesh", type=_mesh, metavar="2x4", help="copies x shards; the last dimension shards")
+    parser.add_argument("--leaves", action="store_true", help="every leaf of the state, for one optimizer and format")
+    parser.add_argument("--unsafe", action="store_true", help="run code that a pickled file holds, if you trust it")
+
+
+def run(args: argparse.Namespace) -> Result:
+    """Plan for what is asked.
+
+    Raises:
+        Mistake: for arguments that do not fit, and a model that cannot be read.
+    """
+    if (args.model is None) == (args.shapes is None):
+        raise Mistake("give either a MODEL or --shapes")
+    recipes = chosen(args.optimizer, args.format, args.block_size)
+    if args.leaves and len(recipes) != 1:
+        raise Mistake(
+            f"--leaves lists one optimizer in one format, but {len(recipes)} are asked for; choose with --optimizer "
+            "and --format"
+        )
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    params, notes = (of_shapes(args.shapes, dtype), []) if args.shapes else of_path(args.model, dtype, args.unsafe)
+    if not params:
+        raise Mistake(f"{args.model!r} has no floating-point parameters")
+    mesh = args.mesh or ((args.ranks,) if args.ranks else None)
+    rows, reports = [], []
+    with progress("plan", len(recipes) + 1) as advance:
+        rows.append(_torch_row(params, mesh))
+        for recipe in recipes:
+            advance(1, f"{recipe.optimizer} {recipe.format}")
+            reports.append(_report(recipe.tx, params, mesh))
+            rows.append(_row(recipe.optimizer, recipe.format, reports[-1]))
+        advance(1)
+    document: dict[str, Any] = {"command": "plan", "version": __version__, "model": args.model or args.shapes}
+    document |= {"parameters": sum(x.numel() for x in params.values()), "tensors": len(params)}
+    document |= {"dtypes": sorted({str(x.dtype).removeprefix("torch.") for x in params.values()})}
+    document |= {"mesh": list(mesh) if mesh else None, "notes": notes, "rows": rows}
+    if args.leaves:
+        document["report"] = reports[0].to_dict()
+    return Result(document, _text(document, reports[0].table(all_rows=True) if args.leaves else None))
+
+
+def _report(tx: fl.GradientTransformation, params: Params, mesh: tuple[int, ...] | None) -> Report:
+    try:
+        return fl.memory_plan(tx, params, mesh=mesh)
+    except (TypeError, ValueError) as error:
+        raise Mistake(said(error, "memory_plan")) from error
+
+
+def _row(optimizer: str, format: str, report: Report) -> dict[str, Any]:
+    row: dict[str, Any] = {"optimizer": optimizer, "format": format, **report.to_dict()}
+    del row["rows"]
+    row.pop("ranks", None)
+    if report.ranks:
+        least = report.ranks[report.smallest_rank or 0]
+        row["smallest_training_bytes"] = least.training_bytes
+    return row
+
+
+def _torch_row(params: Params, mesh: tuple[int, ...] | None) -> dict[str, Any]:
+    """torch.optim.AdamW with float32 weights: two moments as ours in float32, and a float32 counter for each tensor."""
+    in_float32 = {name: torch.empty(x.shape, dtype=torch.float32, device="meta") for name, x in params.items()}
+    row = _row(TORCH, "float32", _report(fl.adamw(1e-3), in_float32, mesh))
+    more = 4 * len(params) - 8  # our one counter is int64
+    copies = 1 if mesh is None else prod(mesh)
+    for numbers, times in ((row, 1), (row.get("all_ranks", {}), copies)):
+        for key in ("state_bytes", "training_bytes"):
+            if key in numbers:
+                numbers[key] += more * times
+    if "smallest_training_bytes" in row:
+        row["smallest_training_bytes"] += more
+    row["bytes_per_parameter"] = row["training_bytes"] / row["parameters"] if row["parameters"] else 0.0
+    return row
+
+
+def _text(document: dict[str, Any], leaves: str | None) -> str:
+    mesh = document["mesh"]
+    ranks = f", on {counted(prod(mesh), 'rank')} ({' x '.join(map(str, mesh))})" if mesh else ""
+    tensors, dtypes = counted(document["tensors"], "tensor"), ", ".join(document["dtypes"])
+    parts = [f"{document['model']}: {document['parameters']:,} parameters in {tensors}, {dtypes}{ranks}"]
+    parts += document["notes"]
+    if leaves is not None:
+        return "\n".join([*parts, "", leaves])
+    head = (*HEAD, "smallest rank", "all ranks") if mesh else HEAD
+    lines = []
+    for row in document["rows"]:
+        keys = ("weight_bytes", "gradient_bytes", "state_bytes", "training_bytes")
+        cells = [
+            row["optimizer"],
+            row["format"],
+            *(size(row[key]) for key in keys),
+            f"{row['bytes_per_parameter']:.2f}",
+        ]
+        if mesh:
+            cells += [size(row["smallest_training_bytes"]), size(row["all_ranks"]["training_bytes"])]
+        lines.append(cells)
+    note = ["numbers are those of the rank that needs most"] if mesh else []
+    return "\n".join([*parts, "", table(head, lines, head[2:]), *note])
+
+
+def _mesh(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f"must be sizes of at least 1 joined by x, as 2x4; got {text!r}")
+    return tuple(int(n) for n in text.split("x"))

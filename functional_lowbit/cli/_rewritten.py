@@ -1,0 +1,97 @@
+"""A checkpoint with other states in it, in the same kind of file or folder, written as a whole or not at all."""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+import functional_lowbit as fl
+from functional_lowbit.cli._mistakes import Mistake, said
+from functional_lowbit.cli._pending import take
+from functional_lowbit.cli._stores import FOLDER, SAFETENSORS, Store
+
+
+def check_place(source: str, target: str, force: bool) -> None:
+    """Refuse to overwrite what is there.
+
+    Raises:
+        Mistake: if there is something at `target` and not `force`; if it is the source itself.
+    """
+    if os.path.realpath(source) == os.path.realpath(target):
+        raise Mistake(f"{target!r} is what is converted; write to another path")
+    if os.path.lexists(target) and not force:
+        raise Mistake(f"{target!r} is there already; --force replaces it")
+    if not Path(target).absolute().parent.is_dir():
+        raise Mistake(f"there is no folder {str(Path(target).parent)!r} to write into")
+
+
+def write(store: Store, target: str, tree: Any, verify: Callable[[str], None]) -> None:
+    """Write, look at what was written, and only then give it its name.
+
+    Args:
+        store: Where the tree came from: the kind of file.
+        target: The path.
+        tree: Of a file of torch.save, all that it holds; else leaves by path.
+        verify: Called with the path of what was written; raises if it is not as it should be.
+
+    Raises:
+        Mistake: where nothing can be written.
+        Broken: if what was written is not what was meant; `target` is then as it was.
+    """
+    place = Path(os.path.realpath(target))
+    partial = place.with_name(f".{place.name}.{uuid4().hex}{place.suffix}")
+    try:
+        try:
+            if store.kind == FOLDER:
+                fl.checkpoint.save(partial, {name: take(x) for name, x in tree.items()})
+            elif store.kind == SAFETENSORS:
+                fl.checkpoint.save_safetensors({name: take(x) for name, x in tree.items()}, partial)
+            else:
+                torch.save(tree, partial)
+                with partial.open("rb") as written:
+                    os.fsync(written.fileno())
+        except (OSError, RuntimeError, ImportError) as error:  # torch tells of a full disk by a RuntimeError
+            speaker = "checkpoint.save_safetensors" if store.kind == SAFETENSORS else "checkpoint.save"
+            raise Mistake(f"cannot write {target!r}: {said(error, speaker)}") from error
+        verify(str(partial))
+        (_put_folder if store.kind == FOLDER else _put_file)(partial, place)
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink(missing_ok=True)
+
+
+def _put_file(partial: Path, place: Path) -> None:
+    if place.is_dir():
+        raise Mistake(f"{str(place)!r} is a folder, and what is written is a file; move it away")
+    partial.replace(place)
+
+
+def _put_folder(partial: Path, place: Path) -> None:
+    """A folder cannot be renamed onto another: what is there is moved away first, and removed at the end."""
+    if place.exists() and not (place / ".metadata").is_file() and (place.is_file() or any(place.iterdir())):
+        raise Mistake(f"{str(place)!r} is no checkpoint; move it away")
+    old = place.with_name(f".{place.name}.{uuid4().hex}")
+    if place.exists():
+        place.rename(old)
+    partial.rename(place)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def replaced(tree: Any, where: str, new: Any) -> Any:
+    """A tree with another node at `where`; nothing is written to."""
+    if not where:
+        return new
+    name, _, rest = where.partition(".")
+    if isinstance(tree, Mapping):
+        # A key may have dots in it: the longest that fits.
+        keys = [k for k in tree if where == str(k) or where.startswith(f"{k}.")]
+        key = max(keys, key=lambda k: len(str(k)))
+        inner = where[len(str(key)) + 1 :]
+        return {k: replaced(v, inner, new) if k == key else v for k, v in tree.items()}
+    return type(tree)(replaced(v, rest, new) if str(i) == name else v for i, v in enumerate(tree))

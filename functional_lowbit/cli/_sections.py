@@ -1,0 +1,160 @@
+"""The optimizer states inside a checkpoint: whose they are, and which leaves they have."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from functional_lowbit import _schema
+from functional_lowbit.cli._listed import Leaf, described_leaves, text_of, version_of
+from functional_lowbit.cli._pending import Pending, is_tensor
+
+DEPTH = 8  # of dicts inside dicts that are looked into
+BNB_NEST = "__bnb_optimizer_quant_state__"  # where bitsandbytes hides its tensors from FSDP
+BNB_PARTS = ("absmax", "qmap", "new_max", "max")  # beside state1 and state2
+NONNEGATIVE = {"step", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "state2"}
+OPTIMIZER = "fl.optim.Optimizer"
+OURS, TORCH, TORCHAO, BITSANDBYTES = "functional-lowbit", "torch", "torchao", "bitsandbytes"
+
+
+class Section(NamedTuple):
+    """One optimizer state."""
+
+    where: str  # its place in the checkpoint, "optimizer"; "" for the whole
+    library: str
+    made_by: str  # "fl.state_dict", "fl.optim.Optimizer", "state_dict of an optimizer"
+    leaves: list[Leaf]
+    problems: list[tuple[str, str]]  # (path, what is wrong) of what belongs to no leaf
+    node: Mapping[Any, Any]  # the part of the checkpoint that it is
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of its leaves, as they are stored."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+
+def sections(tree: Any) -> list[Section]:
+    """All optimizer states in a checkpoint, however deep they sit in dicts and lists."""
+    return list(_inside(tree, "", 0))
+
+
+def beside(tree: Any) -> list[tuple[str, int, int]]:
+    """What else a checkpoint holds: (name, tensors, bytes) for each entry of its first level without a state."""
+    if not isinstance(tree, Mapping) or _section(tree, "") is not None:
+        return []
+    found = []
+    for name, value in tree.items():
+        if next(_inside(value, "", 1), None) is None:
+            tensors = list(_tensors(value))
+            found.append((str(name), len(tensors), sum(x.nbytes for x in tensors)))
+    return found
+
+
+def _section(node: Any, where: str) -> Section | None:
+    """The state that a node is, if it is one."""
+    if not isinstance(node, Mapping):
+        return None
+    if isinstance(node.get(_schema.SCHEMA), str):
+        return _ours(node, where)
+    if isinstance(node.get("state"), Mapping) and "param_groups" in node:
+        return _of_an_optimizer(node, where)
+    return None
+
+
+def _inside(node: Any, where: str, depth: int) -> Iterator[Section]:
+    own = _section(node, where)
+    if own is not None:
+        yield own
+    elif depth < DEPTH and isinstance(node, (Mapping, list, tuple)):
+        for name, child in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from _inside(child, f"{where}.{name}" if where else str(name), depth + 1)
+
+
+def _ours(entries: Mapping[str, Any], where: str) -> Section:
+    leaves, problems = described_leaves(entries, entries[_schema.SCHEMA], "")
+    made_by = f"fl.state_dict{version_of(entries[_schema.SCHEMA])}"
+    inner = [leaf.path.removesuffix(_schema.SCHEMA) for leaf in leaves if leaf.path.endswith(f".{_schema.SCHEMA}")]
+    for prefix in inner:  # the state_dict of an fl.optim optimizer was saved as a part of a tree
+        own = {name.removeprefix(prefix): x for name, x in entries.items() if name.startswith(prefix)}
+        found, bad = described_leaves(own, text_of(own.get(_schema.SCHEMA)), prefix)
+        leaves = [leaf for leaf in leaves if not leaf.path.startswith(prefix)] + found
+        problems += bad
+    if inner:
+        made_by += f", with {OPTIMIZER} inside"
+    return Section(where, OURS, made_by, leaves, problems, entries)
+
+
+def _of_an_optimizer(saved: Mapping[str, Any], where: str) -> Section:
+    """What `state_dict()` of a torch.optim.Optimizer returns, ours among them."""
+    state, names = saved["state"], names_of(saved["param_groups"])
+    leaves: list[Leaf] = []
+    problems: list[tuple[str, str]] = []
+    library = TORCH
+    for key, entries in state.items():
+        prefix = f"{names.get(key, key)}."
+        if not isinstance(entries, Mapping):
+            problems.append((prefix[:-1], f"the state of a parameter must be a dict, is {type(entries).__name__}"))
+            continue
+        if _schema.SCHEMA in entries:
+            library = OURS
+            own, bad = described_leaves(entries, text_of(entries[_schema.SCHEMA]), prefix)
+        else:
+            own, bad = _foreign(entries, prefix), []
+        leaves += own
+        problems += bad
+    kinds = {_library_of(leaf) for leaf in leaves if leaf.described is None} - {TORCH}
+    library = next(iter(sorted(kinds)), library)
+    made_by = OPTIMIZER if library == OURS else "state_dict of an optimizer"
+    return Section(where, library, made_by, leaves, problems, saved)
+
+
+def names_of(groups: Any) -> dict[Any, str]:
+    """The parameters' names by their numbers, as far as groups have them."""
+    found: dict[Any, str] = {}
+    for group in groups if isinstance(groups, (list, tuple)) else ():
+        if isinstance(group, Mapping):
+            names = group.get("param_names") or group.get("names") or ()
+            members = group.get("params", ())
+            found.update(zip(members, map(str, names), strict=False))
+    return found
+
+
+def _foreign(entries: Mapping[Any, Any], prefix: str) -> list[Leaf]:
+    """The leaves of one parameter in another library. bitsandbytes keeps a leaf as several tensors."""
+    nested = entries.get(BNB_NEST)
+    if isinstance(nested, Mapping):
+        entries = {**{k: v for k, v in entries.items() if k != BNB_NEST}, **nested}
+    leaves = []
+    for name, value in entries.items():
+        number = str(name)[-1:]
+        if "state1" in entries and str(name).rstrip("12") in BNB_PARTS and number in "12":
+            continue  # a part of state1 or state2
+        if not is_tensor(value) and not isinstance(value, (int, float)):
+            continue
+        parts = {"": value}
+        for part in ("absmax", "qmap") if str(name) in ("state1", "state2") else ():
+            if f"{part}{number}" in entries:
+                parts[f".{part}"] = entries[f"{part}{number}"]
+        leaves.append(Leaf(f"{prefix}{name}", parts, None, str(name) in NONNEGATIVE))
+    return leaves
+
+
+def _library_of(leaf: Leaf) -> str:
+    kind = type(leaf.parts[""])
+    if kind.__module__.startswith("torchao."):
+        return TORCHAO
+    inner = getattr(leaf.parts[""], "_local_tensor", None)  # of a DTensor
+    if inner is not None and type(inner).__module__.startswith("torchao."):
+        return TORCHAO
+    return BITSANDBYTES if leaf.path.endswith((".state1", ".state2")) else TORCH
+
+
+def _tensors(node: Any) -> Iterator[Tensor | Pending]:
+    if is_tensor(node):
+        yield node
+    elif isinstance(node, Mapping):
+        for value in node.values():
+            yield from _tensors(value)
+    elif isinstance(node, (list, tuple)):
+        for value in node:
+            yield from _tensors(value)

@@ -1,0 +1,119 @@
+"""Files and folders of tensors, opened so that one tensor at a time is read."""
+
+import pickle
+import re
+import zipfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from functional_lowbit import _folder
+from functional_lowbit.cli import _folders
+from functional_lowbit.cli._mistakes import Broken, Mistake, said
+from functional_lowbit.cli._pending import no_checksum
+from functional_lowbit.cli._safetensors_file import read_header
+
+FOLDER, SAFETENSORS, TORCH = "checkpoint folder", "safetensors file", "file of torch.save"
+TORCHAO = "torchao"  # whose tensor classes are known to torch.load once it is imported
+PICKLE = b"\x80"  # the first byte of a file of torch.save from before 2020, which was no zip file
+CHUNK = 1 << 22  # bytes of a file that are looked at in one go
+
+
+class Store(NamedTuple):
+    """What a path holds."""
+
+    kind: str  # in words: "file of torch.save"
+    tree: Any  # dicts and lists of tensors, of `Pending` tensors, and of numbers
+    size: int  # bytes on the disk
+    check: Callable[[Callable[..., None]], list[str]]  # compares checksums, calls advance(bytes); what differs
+
+
+def open_store(path: str, unsafe: bool) -> Store:
+    """What is at a path. Tensors stay in the file until they are asked for.
+
+    Args:
+        path: A file of torch.save, a safetensors file, or a folder of `fl.checkpoint.save`.
+        unsafe: Whether code in pickled files may run.
+
+    Raises:
+        Mistake: if there is nothing at the path, or nothing that can be read; if a file holds more than tensors and
+            numbers, and `unsafe` is not set.
+        Broken: for a file or folder that is damaged or not complete.
+    """
+    place = Path(path)
+    if place.is_dir() or (not place.exists() and _folder.previous(_folder.real(place)).exists()):
+        return Store(FOLDER, *_folders.open_folder(place, unsafe))
+    if not place.exists():
+        raise Mistake(f"there is no {path!r}")
+    try:
+        with place.open("rb") as file:
+            start = file.read(16)
+    except OSError as error:
+        raise Mistake(f"cannot read {path!r}: {error.strerror}") from error
+    if not start:
+        raise Broken(f"{path!r} is empty")
+    if place.suffix == ".safetensors" or (start[8:9] == b"{" and not start.startswith(b"PK")):
+        return Store(SAFETENSORS, read_header(place), place.stat().st_size, no_checksum)
+    return _torch_file(place, start, unsafe)
+
+
+def _torch_file(place: Path, start: bytes, unsafe: bool) -> Store:
+    zipped = zipfile.is_zipfile(place)
+    if not zipped and start.startswith(b"PK"):
+        raise Broken(f"{str(place)!r} is truncated: it begins as a file of torch.save, and has no end")
+    if not zipped and not start.startswith(PICKLE):
+        raise Mistake(f"{str(place)!r} is no file of torch.save, no safetensors file and no checkpoint folder")
+    tree = _load(place, zipped, unsafe)
+    check = (lambda advance: _zip_damage(place, advance)) if zipped else no_checksum
+    return Store(TORCH, tree, place.stat().st_size, check)
+
+
+def _load(place: Path, zipped: bool, unsafe: bool) -> Any:
+    try:
+        return torch.load(place, map_location="cpu", weights_only=not unsafe, mmap=zipped)
+    except Exception as error:  # damaged files make torch raise almost anything
+        foreign = _foreign(place) if zipped and isinstance(error, pickle.UnpicklingError) else []
+        # Its classes may be loaded once they are known; a file's wish alone imports nothing else.
+        if any(name.startswith(f"{TORCHAO}.") for name in foreign) and find_spec(TORCHAO):
+            import torchao.optim  # noqa: F401
+
+            if not set(_foreign(place)):
+                return _load(place, zipped, unsafe)
+            foreign = _foreign(place)
+        if foreign:
+            missing = f"; is {TORCHAO} installed?" if any(x.startswith(f"{TORCHAO}.") for x in foreign) else ""
+            raise Mistake(
+                f"{str(place)!r} holds more than tensors and numbers: {', '.join(foreign)}{missing}; loading that can "
+                "run any code, so use --unsafe if you trust whoever wrote it"
+            ) from error
+        raise Broken(f"cannot read {str(place)!r} as a file of torch.save: {_first_sentence(error)}") from error
+
+
+def _foreign(place: Path) -> list[str]:
+    """Classes and functions that a file names and torch does not know to be harmless."""
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(place))
+    except Exception:
+        return []
+
+
+def _first_sentence(error: Exception) -> str:
+    """What torch says first; the rest is its advice to programmers."""
+    return re.split(r"(?<=[^.])\. |\n|; ", said(error))[0].rstrip(".")
+
+
+def _zip_damage(place: Path, advance: Callable[..., None]) -> list[str]:
+    """Records of a file of torch.save whose bytes are not those that were written."""
+    found = []
+    with zipfile.ZipFile(place) as archive:
+        for record in archive.infolist():
+            try:
+                with archive.open(record) as bytes_:
+                    while chunk := bytes_.read(CHUNK):
+                        advance(len(chunk), record.filename)
+            except zipfile.BadZipFile:
+                found.append(f"the bytes of {record.filename!r} are not those that were written (their checksum says)")
+    return found

@@ -1,0 +1,68 @@
+"""Two steps timed in turn, so that what slows the machine slows both: the ratio is what is believed."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from functional_lowbit.cli._contenders import Contender
+
+MIN_SECONDS = 0.02  # of one timing; quick steps are repeated until they fill it
+FEWEST, MOST = 3, 100  # repeats; the first step of a timing finds the caches full of another's numbers
+SLOW, SLOW_ROUNDS = 20.0, 2  # what is this many times slower than the reference is timed in the first rounds only
+
+
+@dataclass
+class Timed:
+    """What was measured of a contender."""
+
+    contender: Contender
+    first: float  # seconds of the first step, compiling included
+    repeats: int
+    seconds: list[float] = field(default_factory=list)  # of one step, for each round
+    ratios: list[float] = field(default_factory=list)  # to the reference's timing right before
+
+    @property
+    def rounds_left_out(self) -> bool:
+        """Whether it is too slow to be timed in every round."""
+        return len(self.ratios) >= SLOW_ROUNDS and self.ratios[0] > SLOW
+
+
+def warm_up(contender: Contender, device: str) -> Timed:
+    """Two steps, in which all compiling is done, and a third that says how often a timing repeats it."""
+    first = seconds_of(contender, 1, device)
+    seconds_of(contender, 1, device)
+    repeats = math.ceil(MIN_SECONDS / max(1e-9, seconds_of(contender, 1, device)))
+    return Timed(contender, first, max(FEWEST, min(MOST, repeats)))
+
+
+def seconds_of(contender: Contender, repeats: int, device: str) -> float:
+    """Seconds of one step: the median of some repeats."""
+    found = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        contender.step()
+        synchronize(device)
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has done what it was given."""
+    if device != "cpu":
+        torch.accelerator.synchronize()
+
+
+def race(entries: dict[str, Timed], reference: Timed, rounds: int, device: str, done: Callable[..., None]) -> None:
+    """Reference, contender, reference, next contender, … in every round; `done(1, name)` after each contender."""
+    for _ in range(rounds):
+        for name, entry in entries.items():
+            if not entry.rounds_left_out:
+                before = seconds_of(reference.contender, reference.repeats, device)
+                entry.seconds.append(seconds_of(entry.contender, entry.repeats, device))
+                entry.ratios.append(entry.seconds[-1] / before)
+            done(1, name)
