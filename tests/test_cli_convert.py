@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 
 import pytest
 import torch
@@ -254,6 +255,32 @@ def test_places_that_cannot_be_written(capsys, tmp_path):
         "root4", "--force",
     )  # fmt: skip
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "folder"]
+
+
+@pytest.mark.parametrize("name", ["x.pt", "folder", "x.safetensors"])
+def test_a_full_disk_leaves_what_was_there(capsys, tmp_path, name):
+    source, target = tmp_path / "source" / name, tmp_path / "target" / name
+    state = state_of()
+    for path in (source, target):
+        path.parent.mkdir()
+        if name == "folder":
+            fl.checkpoint.save(path, state)
+        elif name == "x.pt":
+            torch_file(path, state)
+        else:
+            fl.checkpoint.save_safetensors(state, path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        ran = command(capsys, "convert", source, target, "--to", "float32", "--force")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith(f"functional-lowbit convert: cannot write {str(target)!r}: ")
+    assert "File too large" in ran.err  # what the system says
+    assert ran.err.count("\n") == 1
+    assert os.listdir(target.parent) == [name]
+    assert command(capsys, "inspect", target).status == 0
 
 
 def test_states_that_cannot_be_converted(capsys, tmp_path):

@@ -51,12 +51,12 @@ def write(store: Store, target: str, tree: Any, verify: Callable[[str], None]) -
             elif store.kind == SAFETENSORS:
                 fl.checkpoint.save_safetensors({name: take(x) for name, x in tree.items()}, partial)
             else:
-                torch.save(tree, partial)
-                with partial.open("rb") as written:
-                    os.fsync(written.fileno())
-        except (OSError, RuntimeError, ImportError) as error:  # torch tells of a full disk by a RuntimeError
-            speaker = "checkpoint.save_safetensors" if store.kind == SAFETENSORS else "checkpoint.save"
-            raise Mistake(f"cannot write {target!r}: {said(error, speaker)}") from error
+                with partial.open("wb") as file:
+                    torch.save(tree, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+        except (OSError, RuntimeError, ImportError) as error:
+            raise Mistake(f"cannot write {target!r}: {said(_cause(error), 'checkpoint.save_safetensors')}") from error
         verify(str(partial))
         (_put_folder if store.kind == FOLDER else _put_file)(partial, place)
     finally:
@@ -64,6 +64,14 @@ def write(store: Store, target: str, tree: Any, verify: Callable[[str], None]) -
             shutil.rmtree(partial, ignore_errors=True)
         else:
             partial.unlink(missing_ok=True)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What the system said. torch hides a full disk behind an error of its own about positions in a file."""
+    cause: BaseException | None = error
+    while cause is not None:
+        error, cause = cause if isinstance(cause, OSError) else error, cause.__cause__ or cause.__context__
+    return error
 
 
 def _put_file(partial: Path, place: Path) -> None:
