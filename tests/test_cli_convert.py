@@ -148,6 +148,30 @@ def test_back_to_torch_by_names(capsys, tmp_path):
         assert optimizer.state[p]["step"] == 1
 
 
+def test_bitsandbytes_to_torch(capsys, tmp_path):
+    saved = bitsandbytes_like()
+    saved["param_groups"][0] |= {"lr": 0.5, "betas": (0.9, 0.99)}
+    torch.save(saved, tmp_path / "a.pt")
+    converted(capsys, tmp_path / "a.pt", tmp_path / "b.pt", "--to", "torch")
+    p = torch.nn.Parameter(torch.zeros(512))
+    optimizer = torch.optim.AdamW([p])
+    optimizer.load_state_dict(torch.load(tmp_path / "b.pt", weights_only=True))
+    assert (optimizer.param_groups[0]["lr"], optimizer.state[p]["step"]) == (0.5, 7)
+    assert torch.equal(optimizer.state[p]["exp_avg_sq"], torch.tensor([1.0, 0.5]).repeat_interleave(256))
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def test_lion_has_no_place_in_torch(capsys, tmp_path):
+    torch.save({"optimizer": fl.state_dict(stepped(fl.lion8bit(1e-3)))}, tmp_path / "a.pt")
+    refused(
+        capsys,
+        2,
+        "torch.optim has no optimizer that keeps a first moment alone, as Lion does; convert to a format",
+        *(tmp_path / "a.pt", tmp_path / "b.pt", "--to", "torch"),
+    )
+
+
 def test_back_to_torch_from_an_optimizer_keeps_the_order(capsys, tmp_path):
     model = torch.nn.Linear(128, 64)
     ours = optimizer_of(model, fl.adamw8bit(1e-3))
