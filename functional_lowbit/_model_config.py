@@ -40,7 +40,8 @@ def config_params(speaker: str, source: Path | Any) -> dict[str, Tensor]:
     except Exception as error:
         what = repr(str(source)) if isinstance(source, Path) else type(source).__name__
         raise ValueError(f"{speaker}: transformers makes no model of {what}: {error}") from error
-    dtype = getattr(config, "dtype", None) or torch.float32
+    dtype = getattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", None) or torch.float32
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     return {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in model.named_parameters()}
 
 

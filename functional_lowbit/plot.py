@@ -161,7 +161,7 @@ def _of_one(figures: Any, report: ErrorReport, kinds: list[str]) -> Any:
         axes.set_xlim(left=0)
         axes.set_yticks(range(len(order)), order, fontsize=7)
         axes.spines[["top", "right"]].set_visible(False)
-    all_axes[0].invert_yaxis()
+    all_axes[0].set_ylim(len(order) - 0.4, -0.6)
     all_axes[-1].legend(fontsize=7, frameon=False, loc="best")
     left_out = len(rows[UPDATE]) - len(order)
     looks = max((row.looks for row in report.rows), default=0)

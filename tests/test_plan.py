@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import functional_lowbit as fl
+from functional_lowbit._planned_mesh import PlannedMesh, on_rank
 
 LAYERS, WIDTH, HIDDEN, VOCABULARY = 32, 4096, 11008, 32000
 
@@ -128,6 +129,32 @@ def test_meshes():
     more_ranks_than_rows = fl.memory_plan(tx, params, mesh=16)
     assert more_ranks_than_rows.ranks[15].bytes_per_parameter == 0.0
     assert fl.memory_plan(tx, {}, mesh=2).training_bytes == 8
+
+
+def _dtensors(mesh, params):
+    """The parameters as rank 0 of a mesh would hold them."""
+    planned = PlannedMesh("test", mesh)
+    specs = planned.specs(list(params), list(params.values()), None)
+    return dict(zip(params, on_rank(specs, list(params.values()), planned.of_rank(0)), strict=True))
+
+
+def test_dtensors_have_a_mesh():
+    tx, params = fl.adamw8bit(1e-3), {"w": torch.empty(10, 512), "b": torch.empty(5)}
+    placed = _dtensors(4, params)
+    assert fl.memory_plan(tx, placed) == fl.memory_plan(tx, params, mesh=4)
+    # Beside a plain tensor, which every rank has; and on two meshes, of which only this rank's part is known.
+    plain = fl.memory_plan(tx, {**placed, "b": params["b"]})
+    assert [rank.parameters for rank in plain.ranks] == [3 * 512 + 5, 3 * 512 + 5, 3 * 512 + 5, 512 + 5]
+    two = fl.memory_plan(tx, {"w": placed["w"], "b": _dtensors(2, params)["b"]})
+    assert two.ranks == ()
+    assert two.parameters == 3 * 512 + 3
+    for arguments in ({"mesh": 4}, {"placements": [Shard(0)]}):
+        refuses(
+            ValueError,
+            "memory_plan: params['b'] is a DTensor and has a mesh and placements, so leave both out, or give the "
+            "parameters as they were before they were sharded",
+            lambda arguments=arguments: fl.memory_plan(tx, placed, **arguments),
+        )
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])

@@ -134,8 +134,9 @@ def record_quantization_error(tx: GradientTransformation, every: int = 100) -> G
 
     Args:
         tx: A transformation with `low_bit` inside.
-        every: Steps from one look to the next, >= 1; the first look is at step `every`. Adam's very first step is of no
-            use for a look: each update is then 1 or -1, and the error ten times that of later ones.
+        every: Steps from one look to the next, >= 1; the first look is at step `every`. A look takes as long as 50
+            compiled steps. Adam's very first step says little: each update is 1 or -1 then, and the error ten times
+            that of later ones.
 
     Returns:
         A transformation with a `QuantizationErrorState`; `recorded_quantization_error(state)` is a report of it, and
