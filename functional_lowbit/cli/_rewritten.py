@@ -10,6 +10,7 @@ from uuid import uuid4
 import torch
 
 import functional_lowbit as fl
+from functional_lowbit import _folder
 from functional_lowbit.cli._mistakes import Mistake, said
 from functional_lowbit.cli._pending import take
 from functional_lowbit.cli._stores import FOLDER, SAFETENSORS, Store
@@ -81,14 +82,15 @@ def _put_file(partial: Path, place: Path) -> None:
 
 
 def _put_folder(partial: Path, place: Path) -> None:
-    """A folder cannot be renamed onto another: what is there is moved away first, and removed at the end."""
-    if place.exists() and not (place / ".metadata").is_file() and (place.is_file() or any(place.iterdir())):
+    """A folder cannot be renamed onto another: what is there is moved to where `load` finds it, and removed at the end."""
+    if place.exists() and not (place / _folder.METADATA).is_file() and (place.is_file() or any(place.iterdir())):
         raise Mistake(f"{str(place)!r} is no checkpoint; move it away")
-    old = place.with_name(f".{place.name}.{uuid4().hex}")
+    older = _folder.previous(place)
     if place.exists():
-        place.rename(old)
+        shutil.rmtree(older, ignore_errors=True)
+        place.rename(older)
     partial.rename(place)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(older, ignore_errors=True)
 
 
 def replaced(tree: Any, where: str, new: Any) -> Any:
