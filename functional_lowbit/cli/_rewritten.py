@@ -82,7 +82,7 @@ def _put_file(partial: Path, place: Path) -> None:
 
 
 def _put_folder(partial: Path, place: Path) -> None:
-    """A folder cannot be renamed onto another: what is there is moved to where `load` finds it, and removed at the end."""
+    """A folder cannot be renamed onto another: what is there is moved to where `load` finds it, and removed last."""
     if place.exists() and not (place / _folder.METADATA).is_file() and (place.is_file() or any(place.iterdir())):
         raise Mistake(f"{str(place)!r} is no checkpoint; move it away")
     older = _folder.previous(place)
