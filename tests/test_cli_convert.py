@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 
 import pytest
 import torch
@@ -147,6 +148,30 @@ def test_back_to_torch_by_names(capsys, tmp_path):
         assert optimizer.state[p]["step"] == 1
 
 
+def test_bitsandbytes_to_torch(capsys, tmp_path):
+    saved = bitsandbytes_like()
+    saved["param_groups"][0] |= {"lr": 0.5, "betas": (0.9, 0.99)}
+    torch.save(saved, tmp_path / "a.pt")
+    converted(capsys, tmp_path / "a.pt", tmp_path / "b.pt", "--to", "torch")
+    p = torch.nn.Parameter(torch.zeros(512))
+    optimizer = torch.optim.AdamW([p])
+    optimizer.load_state_dict(torch.load(tmp_path / "b.pt", weights_only=True))
+    assert (optimizer.param_groups[0]["lr"], optimizer.state[p]["step"]) == (0.5, 7)
+    assert torch.equal(optimizer.state[p]["exp_avg_sq"], torch.tensor([1.0, 0.5]).repeat_interleave(256))
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def test_lion_has_no_place_in_torch(capsys, tmp_path):
+    torch.save({"optimizer": fl.state_dict(stepped(fl.lion8bit(1e-3)))}, tmp_path / "a.pt")
+    refused(
+        capsys,
+        2,
+        "torch.optim has no optimizer that keeps a first moment alone, as Lion does; convert to a format",
+        *(tmp_path / "a.pt", tmp_path / "b.pt", "--to", "torch"),
+    )
+
+
 def test_back_to_torch_from_an_optimizer_keeps_the_order(capsys, tmp_path):
     model = torch.nn.Linear(128, 64)
     ours = optimizer_of(model, fl.adamw8bit(1e-3))
@@ -254,6 +279,32 @@ def test_places_that_cannot_be_written(capsys, tmp_path):
         "root4", "--force",
     )  # fmt: skip
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "folder"]
+
+
+@pytest.mark.parametrize("name", ["x.pt", "folder", "x.safetensors"])
+def test_a_full_disk_leaves_what_was_there(capsys, tmp_path, name):
+    source, target = tmp_path / "source" / name, tmp_path / "target" / name
+    state = state_of()
+    for path in (source, target):
+        path.parent.mkdir()
+        if name == "folder":
+            fl.checkpoint.save(path, state)
+        elif name == "x.pt":
+            torch_file(path, state)
+        else:
+            fl.checkpoint.save_safetensors(state, path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        ran = command(capsys, "convert", source, target, "--to", "float32", "--force")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith(f"functional-lowbit convert: cannot write {str(target)!r}: ")
+    assert "File too large" in ran.err  # what the system says
+    assert ran.err.count("\n") == 1
+    assert os.listdir(target.parent) == [name]
+    assert command(capsys, "inspect", target).status == 0
 
 
 def test_states_that_cannot_be_converted(capsys, tmp_path):

@@ -111,12 +111,12 @@ def to_torch(section: Section) -> Converted:
         saved = {name: take(x) for name, x in saved.items()}
     params = _asked(lambda: fl.convert.params_of(saved), "params_of")
     if section.library == OURS:
-        source, groups = saved, _groups(section, saved, list(params))
-        result = _asked(lambda: fl.convert.to_torch(source, groups), "to_torch")
+        groups = _groups(_family(section), saved, list(params))
+        result = _asked(lambda: fl.convert.to_torch(saved, groups), "to_torch")
     else:
-        _, source = _of_a_kind(saved, params, "float32", None)
-        kept = saved["param_groups"]
-        result = _asked(lambda: fl.convert.to_torch(source, kept, dict(params)), "to_torch")
+        family, state = _of_a_kind(saved, params, "float32", None)
+        groups = _groups(family, saved, list(params))
+        result = _asked(lambda: fl.convert.to_torch(state, groups, dict(params)), "to_torch")
     made = {}
     for key, entries in result["state"].items():
         for name, x in entries.items():
@@ -131,20 +131,22 @@ def to_torch(section: Section) -> Converted:
     return Converted(result, None, made, how)
 
 
-def _groups(section: Section, saved: Any, names: list[str]) -> Any:
-    """Groups for torch: the optimizer's own, with torch's defaults for what they lack."""
+def _family(section: Section) -> str:
+    """Which kind of optimizer a state of ours is of, by the names of its moments."""
     fields = {word for leaf in section.leaves for word in leaf.path.split(".")}
+    return "adamw" if "nu" in fields else "sgd" if "trace" in fields else "lion"
+
+
+def _groups(family: str, saved: Any, names: list[str]) -> list[dict[str, Any]]:
+    """Groups for torch: the optimizer's own, with torch's defaults for what they lack."""
+    if family == "lion":
+        raise Mistake("torch.optim has no optimizer that keeps a first moment alone, as Lion does; convert to a format")
     probe = [torch.zeros(1)]
-    defaults: dict[str, Any] = {}
-    if "nu" in fields:
-        defaults = torch.optim.AdamW(probe).defaults
-    elif "trace" in fields:
-        defaults = torch.optim.SGD(probe, lr=1e-3, momentum=0.9).defaults
+    made = torch.optim.AdamW(probe) if family == "adamw" else torch.optim.SGD(probe, lr=1e-3, momentum=0.9)
     if "param_groups" in saved:
-        own = saved["param_groups"]
-        return None if all("lr" in group for group in own) else [{**defaults, **group} for group in own]
+        return [{**made.defaults, **group} for group in saved["param_groups"]]
     numbers = all(name.isdecimal() for name in names)
-    return [{**defaults, "params": sorted(map(int, names)) if numbers else names}]
+    return [{**made.defaults, "params": sorted(map(int, names)) if numbers else names}]
 
 
 def _refuse_nested(section: Section) -> None:

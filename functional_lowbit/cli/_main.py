@@ -19,7 +19,7 @@ EPILOG = """\
 exit status:
   0    all is well
   1    the checkpoint is broken, or what was asked found a problem
-  2    a mistake in the arguments
+  2    a mistake in the arguments, or a place that cannot be written
   130  interrupted
 
 Each command has examples: functional-lowbit inspect --help

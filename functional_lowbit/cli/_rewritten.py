@@ -10,6 +10,7 @@ from uuid import uuid4
 import torch
 
 import functional_lowbit as fl
+from functional_lowbit import _folder
 from functional_lowbit.cli._mistakes import Mistake, said
 from functional_lowbit.cli._pending import take
 from functional_lowbit.cli._stores import FOLDER, SAFETENSORS, Store
@@ -51,12 +52,12 @@ def write(store: Store, target: str, tree: Any, verify: Callable[[str], None]) -
             elif store.kind == SAFETENSORS:
                 fl.checkpoint.save_safetensors({name: take(x) for name, x in tree.items()}, partial)
             else:
-                torch.save(tree, partial)
-                with partial.open("rb") as written:
-                    os.fsync(written.fileno())
-        except (OSError, RuntimeError, ImportError) as error:  # torch tells of a full disk by a RuntimeError
-            speaker = "checkpoint.save_safetensors" if store.kind == SAFETENSORS else "checkpoint.save"
-            raise Mistake(f"cannot write {target!r}: {said(error, speaker)}") from error
+                with partial.open("wb") as file:
+                    torch.save(tree, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+        except (OSError, RuntimeError, ImportError) as error:
+            raise Mistake(f"cannot write {target!r}: {said(_cause(error), 'checkpoint.save_safetensors')}") from error
         verify(str(partial))
         (_put_folder if store.kind == FOLDER else _put_file)(partial, place)
     finally:
@@ -66,6 +67,14 @@ def write(store: Store, target: str, tree: Any, verify: Callable[[str], None]) -
             partial.unlink(missing_ok=True)
 
 
+def _cause(error: BaseException) -> BaseException:
+    """What the system said. torch hides a full disk behind an error of its own about positions in a file."""
+    cause: BaseException | None = error
+    while cause is not None:
+        error, cause = cause if isinstance(cause, OSError) else error, cause.__cause__ or cause.__context__
+    return error
+
+
 def _put_file(partial: Path, place: Path) -> None:
     if place.is_dir():
         raise Mistake(f"{str(place)!r} is a folder, and what is written is a file; move it away")
@@ -73,14 +82,15 @@ def _put_file(partial: Path, place: Path) -> None:
 
 
 def _put_folder(partial: Path, place: Path) -> None:
-    """A folder cannot be renamed onto another: what is there is moved away first, and removed at the end."""
-    if place.exists() and not (place / ".metadata").is_file() and (place.is_file() or any(place.iterdir())):
+    """A folder cannot be renamed onto another: what is there is moved to where `load` finds it, and removed last."""
+    if place.exists() and not (place / _folder.METADATA).is_file() and (place.is_file() or any(place.iterdir())):
         raise Mistake(f"{str(place)!r} is no checkpoint; move it away")
-    old = place.with_name(f".{place.name}.{uuid4().hex}")
+    older = _folder.previous(place)
     if place.exists():
-        place.rename(old)
+        shutil.rmtree(older, ignore_errors=True)
+        place.rename(older)
     partial.rename(place)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(older, ignore_errors=True)
 
 
 def replaced(tree: Any, where: str, new: Any) -> Any:

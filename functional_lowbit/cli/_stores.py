@@ -4,6 +4,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,8 +79,7 @@ def _load(place: Path, zipped: bool, unsafe: bool) -> Any:
         foreign = _foreign(place) if zipped and isinstance(error, pickle.UnpicklingError) else []
         # Its classes may be loaded once they are known; a file's wish alone imports nothing else.
         if any(name.startswith(f"{TORCHAO}.") for name in foreign) and find_spec(TORCHAO):
-            import torchao.optim  # noqa: F401
-
+            import_module(f"{TORCHAO}.optim")
             if not set(_foreign(place)):
                 return _load(place, zipped, unsafe)
             foreign = _foreign(place)
