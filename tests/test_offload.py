@@ -64,7 +64,7 @@ def disorders(plan: _stream_plan.Plan, seed: int) -> list[str]:
 
 
 @given(SIZES, st.integers(1, 100), st.integers(0, 2**32))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_plan_never_overwrites_what_is_still_needed(sizes, room, seed):
     plan = _stream_plan.plan(sizes, room)
     assert [i for bundle in plan.bundles for i in bundle] == list(range(len(sizes)))
@@ -99,7 +99,7 @@ def test_the_next_copy_is_queued_before_the_kernel():
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(1, 64), st.integers(1, 500), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_pieces_are_parts_of_a_leaf_and_no_larger_than_asked(shape, block_size, size, is_blocked):
     grid = grid_of(shape, block_size) if is_blocked else None
     x = torch.arange(torch.Size(shape).numel()).view(shape)
