@@ -121,9 +121,11 @@ class Step:
                     run.gates[op.gate] = ONE  # kernels are told of gates by position
             elif isinstance(op, (LeafOp, HostGateOp)):
                 self._add(run, i, op, seen)
-                if isinstance(op, HostGateOp) and not op.part.opens(run.states[i]):
-                    run.closed.add(op.host)
-                    launch(run, self._used, seen, Result.DISCARDED)
+                if isinstance(op, HostGateOp):
+                    run.missed[i] = [k for k in seen if run.updates[k] is None]
+                    if not op.part.opens(run.states[i]):
+                        run.closed.add(op.host)
+                        launch(run, self._used, seen, Result.DISCARDED)
             elif isinstance(op, RenewOp):
                 new_states[i] = run.moved[i]
             elif isinstance(op, GateOp):
