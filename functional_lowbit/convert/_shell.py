@@ -13,8 +13,13 @@ from functional_lowbit.optim import _entries
 from functional_lowbit.optim._optimizer import Optimizer
 
 
-def params_in_order(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Parameter by name, in the order of the groups."""
+def params_in_order(speaker: str, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Parameter by name, in the order of the groups.
+
+    Raises:
+        TypeError, ValueError: for groups whose parameters are others than those given.
+    """
+    optimizer._settle(speaker)
     names = {id(p): name for tree in optimizer._trees for name, p in tree.params.items()}
     return {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
 
@@ -32,7 +37,7 @@ def into_optimizer(
         check: `check(states, reads)` refuses what the target cannot go on with.
         step: For every counter, if not None.
     """
-    params = params_in_order(target)
+    params = params_in_order(speaker, target)
     found = match(Sides(speaker), saved.params, params)
     reads: dict[str, Read] = {name: read(p) for name, p in found.items()}
     check([tree.state for tree in target._trees], reads)
