@@ -280,6 +280,25 @@ def test_hyperparameters_that_differ():
     )
 
 
+def test_switches_that_differ():
+    """A momentum of negated gradients would go the other way."""
+    modules = [nn.Parameter(p) for p in PARAMS.values()]
+    for name in ("maximize", "nesterov"):
+        theirs = torch.optim.SGD(modules, 0.1, momentum=0.9, **{name: True})
+        for p in modules:
+            p.grad = torch.ones_like(p)
+        theirs.step()
+        ours = fl.optim.SGD8bit(modules, 0.1, momentum=0.9, backend="eager")
+        refuses(
+            ValueError,
+            f"from_torch: group 0 has {name}=True, group 0 of the target {name}=False, which cannot change; make the "
+            "target with the other",
+            _torch(theirs, ours),
+        )
+        same = fl.optim.SGD8bit(modules, 0.1, momentum=0.9, **{name: True}, backend="eager")
+        same.load_state_dict(fl.convert.from_torch(theirs, same))
+
+
 def test_bitsandbytes():
     def convert(entries: dict[str, Any], target: Any = ADAM, **group: Any) -> Callable[[], Any]:
         return lambda: fl.convert.from_bitsandbytes(_saved(entries, {}, **group), target)
