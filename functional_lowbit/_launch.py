@@ -90,8 +90,7 @@ def launch(run: Run, used: dict[KernelKey, Kernel], leaves: Sequence[int], resul
         at_rest = [(run.ops[j].behind.resting, c) for j, c in zip(ops, codecs, strict=True)]
         at_rest += [(run.master_resting, (None,))] if bits else []
         calls.append(_streamed.Call(kernel, tensors, shaped, scalars, *_streamed.resting(at_rest)))
-    run.written = run.written or bool(calls)  # whatever could be refused or fail to compile has had its chance
-    _streamed.run(calls)
+    _streamed.run(calls, run.begin_to_write)
     for i in leaves:
         run.pending[i] = []
         if result is Result.DISCARDED and run.updates[i] is not None:

@@ -50,6 +50,10 @@ class Run:
     noise: Noise | None = None
     written: bool = False  # whether something has been written in place
 
+    def begin_to_write(self) -> None:
+        """Note it: whatever could be refused, or fail to compile or to find memory, has had its chance."""
+        self.written = True
+
     def rounds(self, i: int) -> bool:
         """Whether a leaf's new parameters are rounded stochastically."""
         return self.noise is not None and self.locals[i].dtype in HALF and self.codes[i] is None

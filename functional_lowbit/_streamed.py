@@ -61,20 +61,24 @@ def resting(ops: Sequence[tuple[Resting | None, Sequence[Any]]]) -> tuple[Restin
     return found, tuple(at)
 
 
-def run(calls: Sequence[Call]) -> None:
-    """Run kernels, those whose state rests elsewhere behind the others, one device after the other."""
+def run(calls: Sequence[Call], begin: Callable[[], None]) -> None:
+    """Run kernels, those whose state rests elsewhere behind the others, one device after the other.
+
+    `begin` is called before anything is written, and after what may fail before: the memory of the buffers.
+    """
     streamed: dict[torch.device, list[Call]] = {}
     for call in calls:
         device = call.scalars.device
         if call.resting is None or (call.resting.lanes is None and device.type == "cpu"):
+            begin()
             call.kernel.run(call.leaves, call.shaped, call.scalars)
         else:
             streamed.setdefault(device, []).append(call)
     for device, several in streamed.items():
-        _stream(device, several)
+        _stream(device, several, begin)
 
 
-def _stream(device: torch.device, calls: Sequence[Call]) -> None:
+def _stream(device: torch.device, calls: Sequence[Call], begin: Callable[[], None]) -> None:
     resting = calls[0].resting
     assert resting is not None
     room = min(call.resting.buffer_size for call in calls if call.resting is not None)
@@ -84,6 +88,7 @@ def _stream(device: torch.device, calls: Sequence[Call]) -> None:
         return
     buffers = [torch.empty(n, dtype=torch.uint8, device=device) for n in plan.buffers]
     lanes = (resting.lanes or _lanes.lanes_of)(device)
+    begin()
     marks: list[Any] = []
     staged: dict[int, list[Piece]] = {}
     try:

@@ -482,3 +482,18 @@ def test_sgd_without_momentum():
 def test_an_empty_tree():
     saved = {"state": {}, "param_groups": [{"params": []}]}
     assert fl.convert.from_torch(saved, fl.adam(LR).init({}), {})[0].mu == {}
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_parameters_that_were_put_in_before_the_first_step(back: bool):
+    """As Accelerate does: the optimizer is made for them first."""
+    model = _model()
+    theirs = torch.optim.AdamW(model.parameters(), LR)
+    _train(model, theirs, range(2))
+    ours = _shell(_model().parameters(), "float32")
+    ours.param_groups[0]["params"] = list(model.parameters())
+    if back:
+        assert {float(x["step"]) for x in fl.convert.to_torch(ours)["state"].values()} == {0.0}
+    else:
+        ours.load_state_dict(fl.convert.from_torch(theirs, ours))
+        assert torch.equal(ours.state[model[0].weight]["1.0.mu"], theirs.state[model[0].weight]["exp_avg"])

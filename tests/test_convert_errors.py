@@ -60,6 +60,12 @@ DAMAGED = {
     ),
     "'step' of parameter 0 must be a number of at least 0, got 'x'": _saved({**_adam(), "step": "x"}),
     "'step' of parameter 0 must be a number of at least 0, got -1": _saved({**_adam(), "step": -1}),
+    "'step' of parameter 0 must be below 2**63, got inf": _saved({**_adam(), "step": float("inf")}),
+    "saved['param_groups'][0]['param_names'] must be a list of strings; the file is damaged": _saved(names=3),
+    "saved['param_groups'][0]['params'] must be a list of numbers or names; the file is damaged": {
+        "state": {},
+        "param_groups": [{"params": [{}]}],
+    },
     "'step' of parameter 0 must be a whole number, got 1.5": _saved({**_adam(), "step": 1.5}),
 }
 
@@ -165,6 +171,17 @@ def test_entries_that_are_not_understood():
     )
 
 
+def test_a_target_without_memory():
+    """What saved has nothing for would be without memory in the result."""
+    meta = {name: p.to("meta") for name, p in PARAMS.items()}
+    refuses(
+        ValueError,
+        "from_torch: 0.mu.b of the target is on the meta device, and saved has nothing for it; make the target of "
+        "parameters that have memory",
+        _torch(_saved(b={}), fl.adam(0.1).init(meta)),
+    )
+
+
 def test_dampening():
     """Ours has none, but for an optimizer whose groups have one; its first step has none, so it must know the step."""
     momentum = {"momentum_buffer": torch.ones(2, 3)}
@@ -196,8 +213,17 @@ def test_steps():
         "them transformations of their own (partition), or pass step= to set all counters",
         _torch(_saved(b=_adam((3,), 5.0))),
     )
-    for step in (-1, True, 1.0, torch.tensor(3)):
-        refuses(ValueError, f"from_torch: step must be an int of at least 0, got {step!r}", _torch(_saved(), step=step))
+    refuses(
+        ValueError,
+        "from_torch: parameter 1 has no 'step', which Adam's moments need; pass step= to set all counters",
+        _torch(_saved(b=_without(_adam((3,)), "step"))),
+    )
+    for step in (-1, True, 1.0, 2**63, torch.tensor(3)):
+        refuses(
+            ValueError,
+            f"from_torch: step must be an int of at least 0 and below 2**63, got {step!r}",
+            _torch(_saved(), step=step),
+        )
 
 
 def test_nothing_to_convert():
@@ -254,11 +280,36 @@ def test_hyperparameters_that_differ():
     )
 
 
+def test_switches_that_differ():
+    """A momentum of negated gradients would go the other way."""
+    modules = [nn.Parameter(p) for p in PARAMS.values()]
+    for name in ("maximize", "nesterov"):
+        theirs = torch.optim.SGD(modules, 0.1, momentum=0.9, **{name: True})
+        for p in modules:
+            p.grad = torch.ones_like(p)
+        theirs.step()
+        ours = fl.optim.SGD8bit(modules, 0.1, momentum=0.9, backend="eager")
+        refuses(
+            ValueError,
+            f"from_torch: group 0 has {name}=True, group 0 of the target {name}=False, which cannot change; make the "
+            "target with the other",
+            _torch(theirs, ours),
+        )
+        same = fl.optim.SGD8bit(modules, 0.1, momentum=0.9, **{name: True}, backend="eager")
+        same.load_state_dict(fl.convert.from_torch(theirs, same))
+
+
 def test_bitsandbytes():
     def convert(entries: dict[str, Any], target: Any = ADAM, **group: Any) -> Callable[[], Any]:
         return lambda: fl.convert.from_bitsandbytes(_saved(entries, {}, **group), target)
 
     codes, qmap = torch.zeros(2, 3, dtype=torch.uint8), torch.zeros(256)
+    refuses(
+        ValueError,
+        "from_bitsandbytes: parameter 0 has an entry '__bnb_optimizer_quant_state__'; known are state1, state2, step, "
+        "absmax1, absmax2, qmap1, qmap2, gnorm_vec, unorm_vec, of blockwise bitsandbytes",
+        convert({"__bnb_optimizer_quant_state__": 3}),
+    )
     refuses(
         ValueError,
         "from_bitsandbytes: parameter 0 has an entry 'max1'; known are state1, state2, step, absmax1, absmax2, qmap1, "
@@ -384,3 +435,5 @@ def test_an_interrupted_state_is_refused():
         "init(params) makes, or with Optimizer.load_state_dict",
         _to_torch(state, [{"params": ["w", "b"]}]),
     )
+    with pytest.raises(RuntimeError, match=r"^from_torch: an earlier step in place was interrupted"):
+        _torch(_saved(), state)()

@@ -387,6 +387,27 @@ def test_a_failure_in_the_middle_is_told_and_the_state_refused():
         step(make_grads(params)[0], state, params)
 
 
+def test_a_failure_before_anything_is_written_leaves_the_state_as_it_was(monkeypatch: pytest.MonkeyPatch):
+    """Where the device has no memory for the buffers, the step may be tried again."""
+    tx, params = staged(fl.adamw8bit(0.1)), make_params()
+    state, step, grads = tx.init(params), fl.compile(tx, backend="eager"), make_grads(params)[0]
+    before = clone((params, state))
+    empty = torch.empty
+
+    def failing(*size: Any, **options: Any) -> Any:
+        if options.get("dtype") is torch.uint8:
+            raise torch.OutOfMemoryError("no memory")
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", failing)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        step(grads, state, params)
+    monkeypatch.undo()
+    assert same((params, state), before)
+    wanted = run_step(fl.compile(fl.adamw8bit(0.1), backend="eager", donate=False), params, [grads], clone(state))
+    assert same(step(grads, state, params), wanted)
+
+
 # Errors
 
 

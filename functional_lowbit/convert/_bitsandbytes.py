@@ -24,7 +24,7 @@ def entries_of(param: SavedParam) -> dict[str, Any]:
     """The entries, out of their wrapper."""
     entries = dict(param.entries)
     inner = entries.pop(WRAPPED, {})
-    return {**entries, **inner} if isinstance(inner, Mapping) else entries
+    return {**entries, **inner} if isinstance(inner, Mapping) else {**entries, WRAPPED: inner}  # which no reader knows
 
 
 def read_bitsandbytes(speaker: str, param: SavedParam, group: Mapping[str, Any], fields: Mapping[str, str]) -> Read:

@@ -1,6 +1,7 @@
 """A new functional state, with the moments and steps that were read. Everything is compared before anything is made."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,14 +9,14 @@ from torch import Tensor
 
 from functional_lowbit.convert._kept import Kept, write
 from functional_lowbit.convert._masters import master_codes
-from functional_lowbit.convert._read import Read
-from functional_lowbit.convert._slots import Counter, Slot, find_slots, listed, replace
+from functional_lowbit.convert._read import LARGEST_STEP, Read
+from functional_lowbit.convert._slots import Counter, Slot, filled, find_slots, listed
 
 FILLED = ("mu", "nu", "trace")  # fields that hold an optimizer's moments; of others, what was not saved stays as it is
 
 
 def fill(speaker: str, state: Any, reads: Mapping[str, Read], step: int | None, params: Mapping[str, Any]) -> Any:
-    """A state like `state`, with what was read.
+    """A state like `state`, with what was read. It shares no memory with either.
 
     Args:
         speaker: Who speaks in errors.
@@ -36,13 +37,13 @@ def fill(speaker: str, state: Any, reads: Mapping[str, Read], step: int | None, 
         pairs += _pairs(speaker, read, by_owner.get(owner, []))
     counts = {c: _count(speaker, c, reads, step) for c in found.counters}
     masters = master_codes(speaker, state, reads, params)
-    new: dict[str, Any] = {slot.path: write(kept, slot.leaf) for slot, kept in pairs}
-    new.update({path: make() for path, make in masters.items()})
+    makers: dict[str, Callable[[], Any]] = {slot.path: partial(write, kept, slot.leaf) for slot, kept in pairs}
+    makers.update(masters)
     for counter, count in counts.items():
         if count is not None:
             device = "cpu" if counter.leaf.device.type == "meta" else counter.leaf.device
-            new[counter.path] = torch.tensor(count, dtype=torch.int64, device=device)
-    return replace(state, new)
+            makers[counter.path] = partial(torch.tensor, count, dtype=torch.int64, device=device)
+    return filled(speaker, state, makers)
 
 
 def _pairs(speaker: str, read: Read, slots: list[Slot]) -> list[tuple[Slot, Kept]]:
@@ -82,6 +83,12 @@ def _count(speaker: str, counter: Counter, reads: Mapping[str, Read], step: int 
     if step is not None:
         return step
     owners: Iterable[str] = counter.owners or reads
+    for owner in owners:
+        read = reads.get(owner)
+        if read is not None and read.step is None and any("nu" in read.fields[entry] for entry in read.moments):
+            raise ValueError(
+                f"{speaker}: {read.words} has no 'step', which Adam's moments need; pass step= to set all counters"
+            )
     counts = [(reads[o].step, reads[o].words) for o in owners if o in reads and reads[o].step is not None]
     counts.sort(key=lambda pair: (pair[0] or 0, pair[1]))
     if not counts:
@@ -97,5 +104,7 @@ def _count(speaker: str, counter: Counter, reads: Mapping[str, Read], step: int 
 
 def check_step(speaker: str, step: Any) -> None:
     """A number of steps given by hand."""
-    if step is not None and (isinstance(step, (bool, Tensor)) or not isinstance(step, int) or step < 0):
-        raise ValueError(f"{speaker}: step must be an int of at least 0, got {step!r}")
+    if step is None:
+        return
+    if isinstance(step, (bool, Tensor)) or not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
+        raise ValueError(f"{speaker}: step must be an int of at least 0 and below 2**63, got {step!r}")

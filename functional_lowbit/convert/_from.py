@@ -40,8 +40,9 @@ def from_torch(
         fields: Field of the target's state, by entry of torch, for entries and fields of other names.
 
     Returns:
-        For a state, a new state of the same structure, which shares no memory with `saved`. For an optimizer, a dict
-        for its `load_state_dict`, with the hyperparameters of the saved groups where its own groups have the name.
+        For a state, a new state of the same structure, which shares no memory with `saved` or `target`. For an
+        optimizer, a dict for its `load_state_dict`, with the hyperparameters of the saved groups where its own groups
+        have the name.
 
     Raises:
         TypeError: if `saved` is no saved optimizer.

@@ -70,7 +70,7 @@ def _same_codes(kept: Kept, layout: Layout) -> tuple[Tensor, Tensor, Tensor] | N
         return None
     if not _alike(kept.spec, layout.spec) or grid.n_blocks == 0:
         return None
-    if grid.padding or (theirs.block % grid.block and grid.n_blocks > 1):
+    if grid.padding or (theirs.block % grid.block and (grid.n_blocks > 1 or theirs.block < grid.block)):
         return None
     codec = layout.format.codec(layout.signed)
     codes = theirs.codes().reshape(grid.n_blocks, grid.block)

@@ -9,7 +9,7 @@ from functional_lowbit.convert._bitsandbytes import MOMENTS, WRAPPED, entries_of
 from functional_lowbit.convert._flashoptim import CODES, ERROR, read_flashoptim
 from functional_lowbit.convert._own import is_own, read_own, saved_of_own
 from functional_lowbit.convert._read import Reader, read_torch
-from functional_lowbit.convert._saved import Saved, read_saved
+from functional_lowbit.convert._saved import Saved, read_saved, unflattened
 from functional_lowbit.convert._torchao import is_torchao, read_torchao
 
 READERS: dict[str, Reader] = {
@@ -48,6 +48,7 @@ def library_of(saved: Any) -> str:
 
 def library_in(saved: Any, speaker: str) -> str:
     """As `library_of`; `speaker` is who speaks in errors."""
+    saved = unflattened(saved)
     return "functional_lowbit" if is_own(saved) else _library(saved, read_saved(speaker, saved))
 
 
@@ -66,6 +67,7 @@ def _library(saved: Any, read: Saved) -> str:
 
 def any_saved(speaker: str, saved: Any) -> Saved:
     """A saved optimizer of any library, ours too."""
+    saved = unflattened(saved)
     return saved_of_own(speaker, saved) if is_own(saved) else read_saved(speaker, saved)
 
 
@@ -93,6 +95,7 @@ def params_of(saved: Any) -> dict[str, Tensor]:
         >>> fl.convert.from_torch(saved, fl.adamw8bit(1e-3).init(params), params)[0].mu["weight"]
         QuantizedTensor(companded8, shape=(64, 64), block_size=256)
     """
+    saved = unflattened(saved)
     read = any_saved("params_of", saved)
     reader = READERS[_library(saved, read)]
     found: dict[str, Tensor] = {}

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit import _schema, formats
-from functional_lowbit._quantized import Layout, QuantizedTensor
+from functional_lowbit import _schema
+from functional_lowbit._quantized import QuantizedTensor, zeros
+from functional_lowbit._reading import saved_layout
 from functional_lowbit.convert._kept import Codes, Kept
 from functional_lowbit.convert._read import Read, read_step
 from functional_lowbit.convert._saved import Saved, SavedParam, read_saved
@@ -16,6 +17,7 @@ from functional_lowbit.formats._format import unpack
 from functional_lowbit.sharding import ShardSpec, local_of
 
 ENTRIES = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer"}  # as torch calls them
+HYPERS = "hyperparams"  # the field of inject_hyperparams, whose numbers may be called as moments are
 
 
 def is_own(saved: Any) -> bool:
@@ -47,23 +49,40 @@ def saved_of_own(speaker: str, saved: Any) -> Saved:
         if not isinstance(raw, Tensor):
             params.append(p._replace(entries={}))
             continue
+        if raw.dtype != torch.uint8 or raw.ndim != 1:
+            raise ValueError(
+                f"{speaker}: {_schema.SCHEMA!r} of {p.words} must be bytes, got {raw.dtype} {tuple(raw.shape)}; the "
+                "file is damaged"
+            )
         text = bytes(local_of(raw).tolist()).decode(errors="replace")
-        found: dict[str, Any] = {}
-        for path, described in _schema.read(speaker, text).items():
-            field = path.rsplit(".", 1)[-1]
-            _put(speaker, found, p.words, field, _leaf(speaker, p.entries, path, described))
-        params.append(p._replace(entries=found))
+        params.append(p._replace(entries=_of_param(speaker, p, _schema.read(speaker, text))))
     return read._replace(params=params)
 
 
+def _of_param(speaker: str, p: SavedParam, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """`0.mu`: the last part of the path is the field. The counter beside a moment is the parameter's."""
+    found: dict[str, Any] = {}
+    counters: dict[str, Any] = {}
+    for path, described in leaves.items():
+        node, _, field = path.rpartition(".")
+        if field in COUNTERS:
+            counters[path] = _leaf(speaker, p.entries, path, described)
+        elif field in ENTRIES and node.rpartition(".")[-1] != HYPERS:
+            _put(speaker, found, p.words, field, _leaf(speaker, p.entries, path, described))
+            found.setdefault("step", f"{node}.step" if node else "step")
+    beside = counters.get(found.get("step", ""))
+    step = next(iter(counters.values()), None) if beside is None else beside
+    return found if step is None and "step" not in found else {**found, "step": step}
+
+
 def _of_state(speaker: str, saved: Mapping[str, Any]) -> Saved:
-    """`0.mu.layers.0.weight`: the first part of the path that is a known field ends the state's part of it."""
+    """`0.mu.layers.0.weight`: a known field ends the state's part of the path."""
     leaves = _schema.read(speaker, saved[_schema.SCHEMA])
     owners: dict[str, dict[str, Any]] = {}
     counters: dict[str, Any] = {}
+    fields = _fields(leaves)
     for path, described in leaves.items():
-        parts = path.split(".")
-        at = next((i for i, part in enumerate(parts) if part in ENTRIES), None)
+        parts, at = path.split("."), fields.get(path)
         if at is not None:
             owner, node = ".".join(parts[at + 1 :]), ".".join(parts[:at])
             found = owners.setdefault(owner, {})
@@ -77,32 +96,70 @@ def _of_state(speaker: str, saved: Mapping[str, Any]) -> Saved:
     return Saved(params, [{}])
 
 
+def _fields(leaves: Mapping[str, Any]) -> dict[str, int]:
+    """Which part of a leaf's path is a moment's field, for leaves that are of one.
+
+    Labels of a partition and names in a chain may be called as fields are. A field has a `step` beside it, or at least
+    no state below it that has.
+    """
+    found: dict[str, int] = {}
+    open_: dict[str, list[int]] = {}
+    states: set[str] = set()
+    for path in leaves:
+        parts = path.split(".")
+        known = [i for i, part in enumerate(parts) if part in ENTRIES and (i == 0 or parts[i - 1] != HYPERS)]
+        at = next((i for i in known if ".".join([*parts[:i], "step"]) in leaves), None)
+        if at is None:
+            open_[path] = known
+        else:
+            found[path] = at
+            states |= {".".join(parts[:i]) for i in range(1, at + 1)}
+    for path, known in open_.items():
+        parts = path.split(".")
+        at = next((i for i in known if ".".join(parts[: i + 1]) not in states), None)
+        if at is not None:
+            found[path] = at
+    return found
+
+
 def _put(speaker: str, found: dict[str, Any], words: str, field: str, leaf: Any) -> None:
-    if field not in ENTRIES and field not in COUNTERS:
-        return
-    if field in COUNTERS:
-        found.setdefault("step", leaf)
-    elif field in found:
+    if field in found:
         raise ValueError(f"{speaker}: {words} has two leaves {field!r} in saved; load it with fl.load_state_dict")
-    else:
-        found[field] = leaf
+    found[field] = leaf
 
 
 def _leaf(speaker: str, entries: Mapping[str, Any], path: str, described: Mapping[str, Any]) -> Any:
     """A tensor, a number or a `QuantizedTensor`, as the schema describes it."""
-    parts = {ending: entries.get(path + ending) for ending in described["parts"]}
+    for ending in described["parts"]:
+        if path + ending not in entries:
+            raise ValueError(f"{speaker}: saved has no entry {path + ending!r}, which its schema lists")
+    parts = {ending: entries[path + ending] for ending in described["parts"]}
+    if described["kind"] in _schema.NUMBERS:
+        return next(iter(parts.values()), None)
+    shape = tuple(described["shape"])
     if described["kind"] != "quantized" or described["stored"] == "values":
-        return next(iter(parts.values()))
+        (ending, dtype), *_ = described["parts"].items()
+        _check_part(speaker, path + ending, parts[ending], dtype, shape)
+        return parts[ending]
     if any(isinstance(x, Tensor) and ShardSpec.of(x) is not None for x in parts.values()):
         raise ValueError(
             f"{speaker}: leaf {path!r} of saved is sharded; load it with fl.load_state_dict or fl.checkpoint.load, and "
             "convert then"
         )
-    format = formats.get(described["format"])
-    shape, block = tuple(described["shape"]), described["block_size"]
-    return QuantizedTensor(
-        parts[".codes"], parts.get(".scales"), Layout(format, described["signed"], shape, block, None)
-    )
+    layout = saved_layout(speaker, path, None, described, None)
+    like = zeros(layout, torch.device("meta"))
+    for ending, x in ((".codes", like.codes), (".scales", like.scales)):
+        if x is not None:
+            _check_part(speaker, path + ending, parts.get(ending), str(x.dtype), tuple(x.shape))
+    leaf = QuantizedTensor(parts[".codes"], parts.get(".scales"), layout)
+    return leaf if layout.shape == shape else leaf.dequantize().reshape(shape)  # of another version's blocks
+
+
+def _check_part(speaker: str, name: str, x: Any, dtype: str, shape: tuple[int, ...]) -> None:
+    dtype = dtype.removeprefix("torch.")
+    got = f"{x.dtype} {tuple(x.shape)}".removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__
+    if got != f"{dtype} {shape}":
+        raise ValueError(f"{speaker}: {name!r} must be a tensor, {dtype} {shape}, got {got}; the file is damaged")
 
 
 def read_own(speaker: str, param: SavedParam, group: Mapping[str, Any], fields: Mapping[str, str]) -> Read:

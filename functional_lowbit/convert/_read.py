@@ -25,6 +25,7 @@ Reader: TypeAlias = Callable[[str, SavedParam, Mapping[str, Any], Mapping[str, s
 """`reader(speaker, param, group, fields)`: `fields` are entries that the user has named, with their field."""
 
 FIELDS = {"exp_avg": ("mu",), "exp_avg_sq": ("nu",), "momentum_buffer": ("trace",), "square_avg": ("nu",)}
+LARGEST_STEP = 2**63 - 1  # counters are int64
 UNSIGNED = ("exp_avg_sq", "square_avg")
 WITHOUT_OURS = {"max_exp_avg_sq": "amsgrad", "mu_product": "NAdam's schedule of momentum", "exp_inf": "Adamax"}
 
@@ -60,6 +61,8 @@ def read_step(speaker: str, param: SavedParam) -> int | None:
     number = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
     if isinstance(number, bool) or not isinstance(number, (int, float)) or number != number or number < 0:
         raise ValueError(f"{speaker}: 'step' of {param.words} must be a number of at least 0, got {step!r}")
+    if number > LARGEST_STEP:
+        raise ValueError(f"{speaker}: 'step' of {param.words} must be below 2**63, got {number}")
     if number != int(number):
         raise ValueError(f"{speaker}: 'step' of {param.words} must be a whole number, got {number}")
     return int(number)

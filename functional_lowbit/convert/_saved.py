@@ -1,10 +1,12 @@
 """What an optimizer saved, in whichever of torch's shapes: parameters in order, with their entries."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+STATE, GROUPS = "state.", "param_groups."  # how keys begin that flatten_optimizer_state_dict made
 
 
 class SavedParam(NamedTuple):
@@ -48,8 +50,7 @@ def read_saved(speaker: str, saved: Any) -> Saved:
         raise TypeError(
             f"{speaker}: saved must be an optimizer or what its state_dict() returned, got {type(saved).__name__}"
         )
-    if "state" not in saved and any(str(key).startswith("state.") for key in saved):
-        saved = _unflattened(saved)
+    saved = unflattened(saved)
     for key, kind, words in (("state", Mapping, "dict"), ("param_groups", Sequence, "list")):
         if key not in saved:
             inside = [str(k) for k, v in saved.items() if isinstance(v, Mapping) and "param_groups" in v]
@@ -71,6 +72,15 @@ def _of_groups(speaker: str, state: Mapping[Any, Any], saved_groups: Sequence[An
                 "optimizer.state_dict()"
             )
         names = group.get("param_names")
+        if names is not None and not (isinstance(names, Sequence) and all(isinstance(x, str) for x in names)):
+            raise ValueError(
+                f"{speaker}: saved['param_groups'][{i}]['param_names'] must be a list of strings; the file is damaged"
+            )
+        if not all(isinstance(key, Hashable) for key in group["params"]):
+            raise ValueError(
+                f"{speaker}: saved['param_groups'][{i}]['params'] must be a list of numbers or names; the file is "
+                "damaged"
+            )
         if names and len(names) != len(group["params"]):
             raise ValueError(
                 f"{speaker}: saved['param_groups'][{i}] has {len(names)} names for {len(group['params'])} parameters; "
@@ -93,25 +103,44 @@ def _of_groups(speaker: str, state: Mapping[Any, Any], saved_groups: Sequence[An
     return Saved(params, groups)
 
 
-def _unflattened(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What `flatten_optimizer_state_dict` made one dict of: `state.layers.0.weight.exp_avg`.
+def unflattened(saved: Any) -> Any:
+    """Out of what `flatten_optimizer_state_dict` made one dict of: `state.layers.0.weight.exp_avg`. Else as it is.
 
-    A hyperparameter stands with each parameter there. Those with the same ones make a group again.
+    A hyperparameter stands with each parameter there. Those with the same ones make a group again. Entries of this
+    library have dots in their names, hyperparameters have none; so parameters are known by those.
     """
-    state: dict[str, dict[str, Any]] = {}
+    if not isinstance(saved, Mapping) or "state" in saved or not any(str(key).startswith(STATE) for key in saved):
+        return saved
     hypers: dict[str, dict[str, Any]] = {}
     for key, value in saved.items():
-        for prefix, into in (("state.", state), ("param_groups.", hypers)):
-            if key.startswith(prefix):
-                name, entry = key.removeprefix(prefix).rsplit(".", 1)
-                into.setdefault(name, {})[entry] = value
+        if key.startswith(GROUPS):
+            name, entry = key.removeprefix(GROUPS).rsplit(".", 1)
+            hypers.setdefault(name, {})[entry] = value
+    state: dict[str, dict[str, Any]] = {}
+    for key, value in saved.items():
+        if key.startswith(STATE):
+            name, entry = _name_and_entry(key.removeprefix(STATE), hypers)
+            state.setdefault(name, {})[entry] = value
     groups: list[dict[str, Any]] = []
     for name in hypers or state:
         own = hypers.get(name, {})
         for group in groups:
-            if repr({k: v for k, v in group.items() if k != "params"}) == repr(own):
+            if _written({k: v for k, v in group.items() if k != "params"}) == _written(own):
                 group["params"].append(name)
                 break
         else:
             groups.append({**own, "params": [name]})
     return {"state": state, "param_groups": groups}
+
+
+def _name_and_entry(key: str, names: Collection[str]) -> tuple[str, str]:
+    parts = key.split(".")
+    for i in range(len(parts) - 1, 0, -1):
+        if (name := ".".join(parts[:i])) in names:
+            return name, ".".join(parts[i:])
+    return ".".join(parts[:-1]), parts[-1]
+
+
+def _written(group: Mapping[str, Any]) -> str:
+    """Whole, as printing would round tensors."""
+    return repr({k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()})

@@ -12,9 +12,16 @@ from functional_lowbit.convert._saved import Saved, SavedParam
 from functional_lowbit.optim import _entries
 from functional_lowbit.optim._optimizer import Optimizer
 
+SWITCHES = ("maximize", "nesterov")  # what moments are of, and what becomes of them
 
-def params_in_order(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Parameter by name, in the order of the groups."""
+
+def params_in_order(speaker: str, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Parameter by name, in the order of the groups.
+
+    Raises:
+        TypeError, ValueError: for groups whose parameters are others than those given.
+    """
+    optimizer._settle(speaker)
     names = {id(p): name for tree in optimizer._trees for name, p in tree.params.items()}
     return {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
 
@@ -32,7 +39,7 @@ def into_optimizer(
         check: `check(states, reads)` refuses what the target cannot go on with.
         step: For every counter, if not None.
     """
-    params = params_in_order(target)
+    params = params_in_order(speaker, target)
     found = match(Sides(speaker), saved.params, params)
     reads: dict[str, Read] = {name: read(p) for name, p in found.items()}
     check([tree.state for tree in target._trees], reads)
@@ -64,6 +71,13 @@ def _carried(
     """Hyperparameters of the saved groups under the names that the target's group has numbers for."""
     carried: dict[str, Any] = {}
     for p in members:
+        for name in SWITCHES:
+            theirs, own = groups[p.group].get(name), group.get(name)
+            if isinstance(theirs, bool) and isinstance(own, bool) and theirs != own:
+                raise ValueError(
+                    f"{speaker}: group {p.group} has {name}={theirs}, group {index} of the target {name}={own}, which "
+                    "cannot change; make the target with the other"
+                )
         for name, value in groups[p.group].items():
             value = _number(value)
             fits = name in group and _kind(_number(group[name])) == _kind(value)

@@ -1,6 +1,6 @@
 """Where a functional state keeps what a converter fills: moments by field and parameter, and step counters."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +8,9 @@ from torch import Tensor
 
 from functional_lowbit import _tree
 from functional_lowbit._base import Tree, moments_of
+from functional_lowbit._donate import copy_leaf
 from functional_lowbit._quantized import QuantizedTensor
+from functional_lowbit.sharding import local_of
 from functional_lowbit.transforms._masked import MaskedNode
 
 COUNTERS = ("step", "gradient_step")  # fields that count the updates made; int64[]
@@ -103,19 +105,38 @@ def named_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from named_leaves(kid, f"{path}.{name}" if path else name)
 
 
-def replace(state: Any, new: Mapping[str, Any]) -> Any:
-    """A state with other leaves where `new` has their path."""
-    return _replace(state, "", new) if new else state
+def filled(speaker: str, state: Any, makers: Mapping[str, Callable[[], Any]]) -> Any:
+    """A new state with other leaves where `makers` has their path, and copies of its own elsewhere.
+
+    Raises:
+        ValueError: for a leaf on the meta device that nothing is made for. Nothing is made before.
+    """
+    _refuse_meta(speaker, state, "", makers)
+    return _filled(state, "", makers)
 
 
-def _replace(node: Any, path: str, new: Mapping[str, Any]) -> Any:
-    if path in new:
-        return new[path]
+def _refuse_meta(speaker: str, node: Any, path: str, makers: Mapping[str, Any]) -> None:
+    level = None if isinstance(node, QuantizedTensor) else _tree.children(node)
+    if level is not None and path not in makers:
+        for kid, name in zip(level[0], level[1], strict=True):
+            _refuse_meta(speaker, kid, f"{path}.{name}" if path else name, makers)
+        return
+    part = node.codes if isinstance(node, QuantizedTensor) else node
+    if path not in makers and isinstance(part, Tensor) and local_of(part).device.type == "meta":
+        raise ValueError(
+            f"{speaker}: {path} of the target is on the meta device, and saved has nothing for it; make the target of "
+            "parameters that have memory"
+        )
+
+
+def _filled(node: Any, path: str, makers: Mapping[str, Callable[[], Any]]) -> Any:
+    if path in makers:
+        return makers[path]()
     level = None if isinstance(node, QuantizedTensor) else _tree.children(node)
     if level is None:
-        return node
+        return _tree.map_leaves(copy_leaf, node)
     kids, names, rebuild = level
-    return rebuild([_replace(k, f"{path}.{n}" if path else n, new) for k, n in zip(kids, names, strict=True)])
+    return rebuild([_filled(k, f"{path}.{n}" if path else n, makers) for k, n in zip(kids, names, strict=True)])
 
 
 def listed(words: Collection[str]) -> str:

@@ -13,7 +13,7 @@ from functional_lowbit.convert._match import Sides, match
 from functional_lowbit.convert._own import ENTRIES, is_own, kept_of, saved_of_own
 from functional_lowbit.convert._place import Place, own_groups, place_of
 from functional_lowbit.convert._read import read_step
-from functional_lowbit.convert._saved import SavedParam
+from functional_lowbit.convert._saved import SavedParam, unflattened
 from functional_lowbit.convert._shell import params_in_order
 from functional_lowbit.convert._slots import Slots, find_slots, listed, named_leaves
 from functional_lowbit.optim._optimizer import Optimizer
@@ -80,7 +80,7 @@ def to_torch(
         ['exp_avg', 'exp_avg_sq', 'step']
     """
     entries = {**ENTRIES, **{f: e for e, f in (fields or {}).items()}}
-    given = _source(source, params, entries)
+    given = _source(unflattened(source), params, entries)
     place = given.place if target is None else place_of(SPEAKER, target)
     if place is None:
         raise ValueError(
@@ -109,11 +109,12 @@ def to_torch(
 
 def _source(source: Any, params: Tree, entries: Mapping[str, str]) -> Source:
     if isinstance(source, Optimizer):
+        known: Mapping[str, Any] = params_in_order(SPEAKER, source)
         owners: dict[str, Owner] = {}
         for tree in source._trees:
             _interrupted.refuse(SPEAKER, tree.state)
             owners.update(_owners(find_slots(tree.state), entries))
-        return Source(params_in_order(source), owners, own_groups(SPEAKER, source.state_dict()["param_groups"]))
+        return Source(known, owners, own_groups(SPEAKER, source.state_dict()["param_groups"]))
     if is_own(source):
         saved = saved_of_own(SPEAKER, source)
         owners = {}
