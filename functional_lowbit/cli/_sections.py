@@ -7,7 +7,7 @@ from torch import Tensor
 
 from functional_lowbit import _schema
 from functional_lowbit.cli._listed import Leaf, described_leaves, text_of, version_of
-from functional_lowbit.cli._pending import Pending, is_tensor
+from functional_lowbit.cli._pending import Pending, is_tensor, size_of
 
 DEPTH = 8  # of dicts inside dicts that are looked into
 BNB_NEST = "__bnb_optimizer_quant_state__"  # where bitsandbytes hides its tensors from FSDP
@@ -46,7 +46,7 @@ def beside(tree: Any) -> list[tuple[str, int, int]]:
     for name, value in tree.items():
         if next(_inside(value, "", 1), None) is None:
             tensors = list(_tensors(value))
-            found.append((str(name), len(tensors), sum(x.nbytes for x in tensors)))
+            found.append((str(name), len(tensors), sum(map(size_of, tensors))))
     return found
 
 
