@@ -422,6 +422,21 @@ def test_flipped_bits_in_a_folder_are_noticed(capsys, tmp_path):
     ]
 
 
+def test_a_damaged_directory_of_a_file_is_noticed(capsys, tmp_path):
+    """Where torch reads more than Python's zipfile, and where neither reads it."""
+    torch_file(tmp_path / "x.pt", state_of())
+    stored = (tmp_path / "x.pt").read_bytes()
+    end = stored.rindex(b"PK\x06\x07")  # of the directory: 4 bytes that name it, and 4 that number the disk
+    (tmp_path / "x.pt").write_bytes(stored[: end + 4] + b"\x01" + stored[end + 5 :])
+    (text,) = inspected(capsys, tmp_path / "x.pt", status=1)["damaged"]
+    assert text.startswith(f"the directory of {str(tmp_path / 'x.pt')!r} is not as it was written: ")
+    flags = stored.index(b"PK\x01\x02") + 8  # of the first record; the lowest one says that it is encrypted
+    (tmp_path / "x.pt").write_bytes(stored[:flags] + bytes([stored[flags] | 1]) + stored[flags + 1 :])
+    ran = command(capsys, "inspect", tmp_path / "x.pt")
+    assert (ran.status, ran.out) == (1, "")
+    assert ran.err.startswith(f"functional-lowbit inspect: cannot read {str(tmp_path / 'x.pt')!r} as a file of torch")
+
+
 def test_files_that_cannot_be_read_at_all(capsys, tmp_path):
     def refused(path, status, text):
         assert command(capsys, "inspect", path) == (status, "", f"functional-lowbit inspect: {text}\n")
