@@ -1,6 +1,7 @@
 """One optimizer state of a checkpoint as another: of ours in a format, or of torch.optim."""
 
 from collections.abc import Callable, Mapping
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 import functional_lowbit as fl
 from functional_lowbit import _schema
 from functional_lowbit._quantized import QuantizedTensor
-from functional_lowbit.cli._mistakes import Broken, Mistake, said
+from functional_lowbit.cli._mistakes import Mistake, said
 from functional_lowbit.cli._pending import take
 from functional_lowbit.cli._recipes import in_format
 from functional_lowbit.cli._reformat import Made, Target, reformat, relative_error
@@ -40,8 +41,6 @@ def to_format(section: Section, target: Target, advance: Advance) -> Converted:
     """
     if section.library != OURS:
         return _foreign_to_format(section, target, advance)
-    if section.problems:
-        raise Broken(f"{section.problems[0][0]!r}: {section.problems[0][1]}; see functional-lowbit inspect")
     _refuse_nested(section)
     made: dict[str, Made] = {}
     if _schema.SCHEMA in section.node:
@@ -109,6 +108,7 @@ def to_torch(section: Section) -> Converted:
     saved: Any = section.node
     if _schema.SCHEMA in saved:
         saved = {name: take(x) for name, x in saved.items()}
+    saved, numbers = (saved, {}) if section.library == OURS else _stepped(saved)
     params = _asked(lambda: fl.convert.params_of(saved), "params_of")
     if section.library == OURS:
         groups = _groups(_family(section), saved, list(params))
@@ -117,6 +117,8 @@ def to_torch(section: Section) -> Converted:
         family, state = _of_a_kind(saved, params, "float32", None)
         groups = _groups(family, saved, list(params))
         result = _asked(lambda: fl.convert.to_torch(state, groups, dict(params)), "to_torch")
+        result["state"] = {numbers.get(key, key): entries for key, entries in result["state"].items()}
+        result["param_groups"] = _groups(family, section.node, list(params))
     made = {}
     for key, entries in result["state"].items():
         for name, x in entries.items():
@@ -129,6 +131,25 @@ def to_torch(section: Section) -> Converted:
         else "load it with the optimizer's load_state_dict"
     )
     return Converted(result, None, made, how)
+
+
+def _stepped(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """A state of the parameters that have one, numbered anew, and their old numbers by the new ones.
+
+    Those that never had a gradient have none, and may stay without: torch's load_state_dict takes that.
+    """
+    new: dict[Any, Any] = {}
+    for group in saved["param_groups"]:
+        new |= {k: len(new) if isinstance(k, int) else k for k in group["params"] if k in saved["state"]}
+    groups = []
+    for group in saved["param_groups"]:
+        kept = [k in new for k in group["params"]]
+        own = {**group, "params": [new[k] for k in group["params"] if k in new]}
+        if "param_names" in group:
+            own["param_names"] = list(compress(group["param_names"], kept))
+        groups.append(own)
+    state = {new[k]: entries for k, entries in saved["state"].items() if k in new}
+    return {**saved, "state": state, "param_groups": groups}, {n: k for k, n in new.items()}
 
 
 def _family(section: Section) -> str:

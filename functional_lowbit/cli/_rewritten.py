@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -26,6 +27,8 @@ def check_place(source: str, target: str, force: bool) -> None:
         raise Mistake(f"{target!r} is what is converted; write to another path")
     if os.path.lexists(target) and not force:
         raise Mistake(f"{target!r} is there already; --force replaces it")
+    if os.path.exists(target) and not os.path.isfile(target) and not os.path.isdir(target):
+        raise Mistake(f"{target!r} is a pipe or a device; write to a file")
     if not Path(target).absolute().parent.is_dir():
         raise Mistake(f"there is no folder {str(Path(target).parent)!r} to write into")
 
@@ -44,6 +47,8 @@ def write(store: Store, target: str, tree: Any, verify: Callable[[str], None]) -
         Broken: if what was written is not what was meant; `target` is then as it was.
     """
     place = Path(os.path.realpath(target))
+    if place.suffix == ".safetensors" and store.kind != SAFETENSORS:
+        raise Mistake(f"what is written is a {store.kind}, which must not be called {target!r}")
     partial = place.with_name(f".{place.name}.{uuid4().hex}{place.suffix}")
     try:
         try:
@@ -93,15 +98,13 @@ def _put_folder(partial: Path, place: Path) -> None:
     shutil.rmtree(older, ignore_errors=True)
 
 
-def replaced(tree: Any, where: str, new: Any) -> Any:
-    """A tree with another node at `where`; nothing is written to."""
-    if not where:
+def replaced(tree: Any, keys: Sequence[Any], new: Any) -> Any:
+    """A tree with another node at the place that keys lead to; nothing is written to."""
+    if not keys:
         return new
-    name, _, rest = where.partition(".")
+    first, *rest = keys
     if isinstance(tree, Mapping):
-        # A key may have dots in it: the longest that fits.
-        keys = [k for k in tree if where == str(k) or where.startswith(f"{k}.")]
-        key = max(keys, key=lambda k: len(str(k)))
-        inner = where[len(str(key)) + 1 :]
-        return {k: replaced(v, inner, new) if k == key else v for k, v in tree.items()}
-    return type(tree)(replaced(v, rest, new) if str(i) == name else v for i, v in enumerate(tree))
+        changed = copy(tree)  # of the same class and order
+        changed[first] = replaced(tree[first], rest, new)  # type: ignore[index]
+        return changed
+    return type(tree)(replaced(x, rest, new) if i == first else x for i, x in enumerate(tree))
