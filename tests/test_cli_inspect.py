@@ -407,6 +407,14 @@ def test_files_that_cannot_be_read_at_all(capsys, tmp_path):
     )
 
 
+def test_a_dtype_that_torch_does_not_have(capsys, tmp_path):
+    file = tmp_path / "x.safetensors"
+    header = json.dumps({"w": {"dtype": "F6_E3M2", "shape": [4], "data_offsets": [0, 3]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
+    text = f"{str(file)!r} has 'w' of the dtype 'F6_E3M2', which torch does not have"
+    assert command(capsys, "inspect", file) == (1, "", f"functional-lowbit inspect: {text}\n")
+
+
 def test_a_truncated_safetensors_file(capsys, tmp_path):
     file = tmp_path / "x.safetensors"
     fl.checkpoint.save_safetensors(state_of(), file)
