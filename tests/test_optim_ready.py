@@ -293,6 +293,11 @@ def test_wrong_numbers(case):
     refuses(ValueError, f"Optimizer: group 0: {message}", lambda: ready(name, [p], **options))
 
 
+def test_nesterov_is_no_number():
+    text = "Optimizer: group 0: sgd: nesterov must be a bool, got 'yes'"
+    refuses(TypeError, text, lambda: ready("SGD8bit", [nn.Parameter(torch.zeros(2))], nesterov="yes"))
+
+
 def test_numbers_of_numpy_and_whole_ones():
     """They are numbers as any others, and may change."""
     model, plain = model_of(), model_of()
