@@ -182,6 +182,18 @@ def test_progress_is_for_terminals_and_ctrl_c_is_status_130():
     assert b"Traceback" not in seen
 
 
+def test_progress_of_a_conversion(checkpoint, tmp_path):
+    terminal, slave = os.openpty()
+    argv = [*RUN, "convert", str(checkpoint), str(tmp_path / "out.pt"), "--to", "root4"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=slave, env=environment()) as process:
+        os.close(slave)
+        seen = read_until(terminal, b"\r\x1b[Kverify [########################] 100%  0:00\r\x1b[K")
+        assert process.wait(60) == 0
+    os.close(terminal)
+    assert b"\r\x1b[Kconvert [........................]   0%  -:--" in seen
+    assert b"\r\x1b[Kconvert [########################] 100%  0:00  1.0." in seen
+
+
 def test_a_terminal_without_the_letters_is_no_error(checkpoint, tmp_path):
     name = tmp_path / "é.pt"
     shutil.copy(checkpoint, name)

@@ -347,6 +347,26 @@ def test_states_that_cannot_be_converted(capsys, tmp_path):
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
+class Seven(int):
+    """A number that is 7 when it is read again."""
+
+    def __reduce__(self):
+        return int, (7,)
+
+
+class Three:
+    def __reduce__(self):
+        return Seven, (3,)
+
+
+def test_what_is_not_read_as_it_was_meant_is_not_put_there(capsys, tmp_path):
+    source, target = tmp_path / "a.pt", tmp_path / "b.pt"
+    torch_file(source, state_of(), epoch=Three())
+    text = f"'epoch' was not written as it should be, so nothing was put at {str(target)!r}; try again"
+    refused(capsys, 1, text, source, target, "--to", "root4", "--unsafe")
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
 def test_a_tree_with_another_node():
     tree = {"a.b": {"c": [1, {"d": 2}]}, "a": {"b": 3}}
     assert replaced(tree, ("a.b", "c", 1, "d"), 4) == {"a.b": {"c": [1, {"d": 4}]}, "a": {"b": 3}}

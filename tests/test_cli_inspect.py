@@ -481,6 +481,31 @@ def test_files_that_cannot_be_read_at_all(capsys, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("dtype", "text"),
+    [
+        ("F6_E3M2", "has 'w' of the dtype 'F6_E3M2', which torch does not have"),
+        ("F32", "has 3 bytes for 'w' of shape (4,) and torch.float32"),
+    ],
+)
+def test_a_safetensors_header_that_does_not_fit(capsys, tmp_path, dtype, text):
+    file = tmp_path / "x.safetensors"
+    header = json.dumps({"w": {"dtype": dtype, "shape": [4], "data_offsets": [0, 3]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
+    assert command(capsys, "inspect", file) == (1, "", f"functional-lowbit inspect: {str(file)!r} {text}\n")
+
+
+def test_an_entry_of_a_folder_that_cannot_be_read(capsys, tmp_path):
+    fl.checkpoint.save(tmp_path / "x", state_of())
+    (file,) = (tmp_path / "x").glob("*.distcp")
+    file.write_bytes(bytes(file.stat().st_size))
+    ran = command(capsys, "inspect", tmp_path / "x")
+    assert (ran.status, ran.out) == (1, "")
+    assert ran.err.startswith("functional-lowbit inspect: cannot read ")
+    assert f" of {str(tmp_path / 'x')!r}, a file is damaged: " in ran.err  # and what torch says
+    assert ran.err.count("\n") == 1
+
+
 def test_a_truncated_safetensors_file(capsys, tmp_path):
     file = tmp_path / "x.safetensors"
     fl.checkpoint.save_safetensors(state_of(), file)

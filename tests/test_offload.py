@@ -369,6 +369,30 @@ def test_as_a_torch_optimizer():
     assert same(trained(staged(plain), True), wanted)
 
 
+def test_schedulers_of_torch_move_its_numbers():
+    def trained(around: Any) -> Any:
+        def recipe(lr: float, betas: Any) -> Any:
+            return fl.chain(fl.clip_by_global_norm(1.0), around(fl.adamw8bit(lr, *betas)))
+
+        torch.manual_seed(0)
+        model, rates = torch.nn.Linear(300, 40), []
+        numbers = {"lr": 1.0, "betas": (0.9, 0.999)}
+        optimizer = fl.optim.Optimizer(model.named_parameters(), recipe, numbers, backend="eager")
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
+        for t in range(5):
+            model(random_like(torch.empty(5, 300), t)).square().sum().backward()
+            rates.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"][0]))
+            optimizer.step()
+            schedule.step() if t < 4 else None
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()], optimizer.state_dict()["state"], rates
+
+    wanted, found = trained(lambda tx: tx), trained(staged)
+    assert len(set(wanted[2])) == 5
+    assert same(found[:2], wanted[:2])
+    assert found[2] == wanted[2]
+
+
 class Torn(InOrder):
     """Lanes of a device that fails in the middle."""
 

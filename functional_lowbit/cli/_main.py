@@ -18,7 +18,7 @@ INTERRUPTED, NOBODY_READS = 130, 141  # what a shell says of SIGINT and SIGPIPE
 EPILOG = """\
 exit status:
   0    all is well
-  1    the checkpoint is broken, or what was asked found a problem
+  1    the checkpoint is broken, or cannot be read
   2    a mistake in the arguments, or a place that cannot be written
   130  interrupted
 
