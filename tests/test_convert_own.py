@@ -86,6 +86,12 @@ def test_a_flattened_optimizer(clip: bool):
     assert same(fl.convert.to_torch(flat, groups), fl.convert.to_torch(optimizer, groups))
 
 
+def test_a_tree_with_a_state():
+    """Its leaves begin as those of a flattened optimizer do."""
+    saved = fl.state_dict({"params": PARAMS, "state": fl.adam(1e-3).init(PARAMS)})
+    assert list(fl.convert.params_of(saved)) == list(PARAMS)
+
+
 def test_flattened_groups_whose_tensors_print_alike():
     params = {name: nn.Parameter(torch.ones(2)) for name in ("a", "b")}
     rates = {"a": 0.00100001, "b": 0.00100002}
