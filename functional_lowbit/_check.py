@@ -1,12 +1,13 @@
 """What is refused, and in which words: who speaks, which argument, the rule, the value got, the way out."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from functional_lowbit import _interrupted, _tree
 from functional_lowbit._base import Tree
@@ -69,7 +70,8 @@ def params(speaker: str, paths: Sequence[str], leaves: Sequence[Any]) -> None:
     """Refuse parameters that no gradient step can be taken on."""
     for path, leaf in zip(paths, leaves, strict=True):
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"{speaker}: params{_at(path)} must be a tensor, got {type(leaf).__name__}")
+            hint = "; pass dict(model.named_parameters())" if isinstance(leaf, (Module, Iterator)) else ""
+            raise TypeError(f"{speaker}: params{_at(path)} must be a tensor, got {type(leaf).__name__}{hint}")
         if leaf.layout is not torch.strided:
             raise TypeError(
                 f"{speaker}: params{_at(path)} is sparse ({leaf.layout}); only dense parameters are supported"

@@ -121,14 +121,17 @@ class Step:
                     run.gates[op.gate] = ONE  # kernels are told of gates by position
             elif isinstance(op, (LeafOp, HostGateOp)):
                 self._add(run, i, op, seen)
-                if isinstance(op, HostGateOp) and not op.part.opens(run.states[i]):
-                    run.closed.add(op.host)
-                    launch(run, self._used, seen, Result.DISCARDED)
+                if isinstance(op, HostGateOp):
+                    run.missed[i] = [k for k in seen if run.updates[k] is None]
+                    if not op.part.opens(run.states[i]):
+                        run.closed.add(op.host)
+                        launch(run, self._used, seen, Result.DISCARDED)
             elif isinstance(op, RenewOp):
                 new_states[i] = run.moved[i]
             elif isinstance(op, GateOp):
                 flush(run, self._used, seen)
                 run.gates[op.gate], new_states[i] = op.part.decide(run.update_tree(run.active[i]), run.states[i])
+                _hold_back(run, op.gate, seen)
             elif isinstance(op, OpaqueOp):
                 flush(run, self._used, every)
                 new_states[i] = _call_opaque(run, op, run.states[i])
@@ -164,6 +167,17 @@ def _other_grid(run: Run, i: int, leaf: int) -> bool:
         return False
     mine = block_size_of(run.moments[i][leaf])
     return mine is not None and any(block_size_of(run.moments[j][leaf]) not in (None, mine) for j in run.pending[leaf])
+
+
+def _hold_back(run: Run, gate: int, seen: list[int]) -> None:
+    """Make updates zero, if a gate is closed, that no leaf function behind it sees: masks let them pass."""
+    behind = [i for i, op in enumerate(run.ops) if isinstance(op, (LeafOp, HostGateOp)) and gate in op.behind.gates]
+    bare = [k for k in seen if run.updates[k] is not None and not any(run.active[i][k] for i in behind)]
+    if bare:
+        run.localize()
+    for k in bare:
+        update = run.updates[k]
+        run.updates[k] = torch.where(run.gates[gate].to(update.device), update, torch.zeros_like(update))
 
 
 def _call_opaque(run: Run, op: OpaqueOp, state: Any) -> Any:

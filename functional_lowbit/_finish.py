@@ -1,5 +1,6 @@
 """The end of a compiled step: counters and other shared state go on, in the tensors that hold them."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from functional_lowbit import _tree
 from functional_lowbit._base import Tree
+from functional_lowbit._low_bit import changed
 from functional_lowbit._program import HostGateOp, LeafOp, OpaqueOp
 from functional_lowbit._run import Run
 from functional_lowbit.sharding import local_of
@@ -24,6 +26,10 @@ def write_shared(run: Run, new_states: list[Any]) -> None:
         else:
             news = {n: v for n, v in new_states[i]._asdict().items() if v is not getattr(old, n)}
         gates = [run.gates[gate] for gate in op.behind.gates]
+        if isinstance(op, HostGateOp):
+            for k in run.missed[i]:
+                for moment in run.moments[i][k]:
+                    _write(moment, changed(partial(op.part.missed, state=old), moment), gates)
         for name, new in news.items():
             _write(getattr(old, name), new, gates)
         new_states[i] = old

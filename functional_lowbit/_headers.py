@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,10 @@ def _files(speaker: str, path: Path) -> list[Path]:
         return [path]
     document = _json(speaker, path, path.read_bytes())
     names = document.get("weight_map")
-    if not isinstance(names, dict):
-        raise ValueError(f"{speaker}: {str(path)!r} has no 'weight_map'; it is no index of safetensors files")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(
+            f"{speaker}: {str(path)!r} has no 'weight_map' from tensors to files; it is no index of safetensors files"
+        )
     files = [path.parent / name for name in sorted(set(names.values()))]
     _all_there(speaker, path, files)
     return files
@@ -94,15 +97,20 @@ def _header(speaker: str, file: Path) -> dict[str, Any]:
     document = _json(speaker, file, header)
     document.pop("__metadata__", None)
     for name, entry in document.items():
-        if not isinstance(entry, dict) or not {"dtype", "shape"} <= entry.keys():
+        if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str) or not _is_shape(entry.get("shape")):
             raise ValueError(f"{speaker}: {str(file)!r} is damaged: its header gives {name!r} no dtype and shape")
     return document
+
+
+def _is_shape(x: Any) -> bool:
+    sizes = isinstance(x, list) and all(isinstance(n, int) and n >= 0 for n in x)
+    return sizes and prod(x) < 1 << 60  # torch counts the bytes in 63 bits
 
 
 def _json(speaker: str, file: Path, text: bytes) -> Any:
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{speaker}: {str(file)!r} is not JSON where it should be: {error}") from error
     if not isinstance(document, dict):
         raise ValueError(f"{speaker}: {str(file)!r} must hold an object, got {type(document).__name__}")

@@ -13,7 +13,7 @@ from functional_lowbit._like_params import placed, rest_in_float32
 from functional_lowbit._parts import Composite, Rest, init_with, map_moments
 from functional_lowbit._quantized import Layout, QuantizedTensor, check_block_size, encode, zeros
 from functional_lowbit.formats import Format
-from functional_lowbit.sharding import ShardSpec, local_of
+from functional_lowbit.sharding import ShardSpec, local_of, wrap
 
 FormatChoice: TypeAlias = str | Format | Mapping[str, str | Format]
 """A format, or one for each state field by name; fields that are not named rest in float32."""
@@ -134,6 +134,16 @@ class LowBit(Composite):
 def read_moments(state: Any) -> Any:
     """The state with every moment in float32."""
     return map_moments(lambda field, moment, tree: _each_stored(_read, tree), state)
+
+
+def changed(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+    """A leaf of a moment, stored or not, with a function applied to this rank's part of it in float32."""
+    read = _read(leaf)
+    old = local_of(read)
+    new = function(old)
+    if new is old:
+        return leaf
+    return store_again(leaf, new, read) if isinstance(leaf, QuantizedTensor) else wrap(new, ShardSpec.of(leaf))
 
 
 def _each_stored(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:

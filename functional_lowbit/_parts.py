@@ -82,6 +82,10 @@ class HostGated(Composite):
     def opens(self, state: Any) -> bool:
         """Whether the inner update is made at this step."""
 
+    @abstractmethod
+    def missed(self, moment: Tensor, state: Any) -> Tensor:
+        """What a moment of the rule, or a part of it, becomes where a leaf has no gradient at this step."""
+
 
 class Renewing(Composite):
     """A composite whose inner transformation is made anew from numbers in its state."""

@@ -45,6 +45,7 @@ class Run:
     shared: dict[int, Shared] = field(default_factory=dict)
     gates: dict[int, Tensor] = field(default_factory=dict)
     closed: set[int] = field(default_factory=set)  # gates that the host keeps closed
+    missed: dict[int, list[int]] = field(default_factory=dict)  # of each `HostGateOp`, leaves without an update
     zero: set[int] = field(default_factory=set)  # leaves whose update is 0, whatever `updates` has
     noise: Noise | None = None
     written: bool = False  # whether something has been written in place

@@ -1,6 +1,7 @@
 """The schema of a saved state: a JSON string that says what each leaf is, and which library wrote it."""
 
 import json
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ OLDEST = 1  # which is still read
 NUMBERS = {"bool": bool, "int": int, "float": float, "str": str}  # bool before int, which it is one of
 SUBCLASSES = {"float64": "float", "str_": "str"}  # numpy's, which were once written under their own names
 OLD_CODES = "codes of version 1"  # whose leaves were cut into blocks by other rules
+MOST = 1 << 60  # elements of a leaf: torch counts the bytes in 63 bits
 VALUES = ".values"  # the part of a leaf whose blocks the mesh cuts: float32 numbers instead of codes
 
 
@@ -70,10 +72,10 @@ def read(speaker: str, text: Any) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{speaker}: the entry {SCHEMA!r} must be a string, got {type(text).__name__}")
     try:
         document = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{speaker}: the entry {SCHEMA!r} is no JSON: {error}; the file is damaged") from error
     version = document.get("version") if isinstance(document, dict) else None
-    if not isinstance(version, int) or version < OLDEST:
+    if not isinstance(version, int) or isinstance(version, bool) or version < OLDEST:
         raise ValueError(f"{speaker}: the schema must have a version, got {version!r}; the file is damaged")
     if version > VERSION:
         raise ValueError(
@@ -105,11 +107,32 @@ def _checked(speaker: str, path: str, leaf: Any) -> dict[str, Any]:
                 f"{speaker}: the schema's leaf {path!r} must have {rule} as {key!r}, got {leaf[key]!r}; the file is "
                 "damaged"
             )
+    endings = _endings(leaf)
+    if endings is not None and set(leaf["parts"]) != endings:
+        raise ValueError(
+            f"{speaker}: the schema's leaf {path!r} must have the parts {sorted(endings)}, got "
+            f"{sorted(leaf['parts'])}; the file is damaged"
+        )
     return leaf
+
+
+def _endings(leaf: dict[str, Any]) -> set[str] | None:
+    """The endings of the names of a leaf's entries; None for a format that is not known here."""
+    if leaf["kind"] != "quantized":
+        return {""}
+    if leaf["stored"] == "values":
+        return {VALUES}
+    if leaf["format"] not in formats.names():
+        return None
+    return {".codes", ".scales"} if formats.get(leaf["format"]).scaled else {".codes"}
 
 
 def _is_text(x: Any) -> bool:
     return isinstance(x, str)
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, list) and all(map(_is_size, x)) and prod(x) < MOST
 
 
 def _is_size(x: Any) -> bool:
@@ -121,7 +144,7 @@ KEYS = {  # what each must be
     "format": ("a string", _is_text),
     "signed": ("a bool", lambda x: isinstance(x, bool)),
     "block_size": ("a whole number of at least 1", lambda x: _is_size(x) and x > 0),
-    "shape": ("a list of sizes", lambda x: isinstance(x, list) and all(map(_is_size, x))),
+    "shape": ("a list of sizes", _is_shape),
     "stored": ("'codes' or 'values'", lambda x: x in ("codes", "values", OLD_CODES)),
     "parts": ("names of dtypes by endings", lambda x: isinstance(x, dict) and all(map(_is_text, x.values()))),
 }

@@ -6,6 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# Hypothesis fails a test whose example takes more than 0.2 s, which on a busy machine any may.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 MOUNT = ["unshare", "--mount", "--map-root-user"]
 

@@ -1,5 +1,6 @@
 """The command line as a whole: help, exit status, JSON, progress, and what happens to errors."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -181,6 +182,18 @@ def test_progress_is_for_terminals_and_ctrl_c_is_status_130():
     assert b"Traceback" not in seen
 
 
+def test_progress_of_a_conversion(checkpoint, tmp_path):
+    terminal, slave = os.openpty()
+    argv = [*RUN, "convert", str(checkpoint), str(tmp_path / "out.pt"), "--to", "root4"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=slave, env=environment()) as process:
+        os.close(slave)
+        seen = read_until(terminal, b"\r\x1b[Kverify [########################] 100%  0:00\r\x1b[K")
+        assert process.wait(60) == 0
+    os.close(terminal)
+    assert b"\r\x1b[Kconvert [........................]   0%  -:--" in seen
+    assert b"\r\x1b[Kconvert [########################] 100%  0:00  1.0." in seen
+
+
 def test_a_terminal_without_the_letters_is_no_error(checkpoint, tmp_path):
     name = tmp_path / "é.pt"
     shutil.copy(checkpoint, name)
@@ -202,3 +215,35 @@ def test_a_reader_that_goes_away_is_no_error(checkpoint):
     )
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device /dev/full, which is Linux's")
+def test_a_full_disk_under_the_output_is_one_line(checkpoint):
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [*RUN, "inspect", str(checkpoint)], stdout=full, stderr=subprocess.PIPE, env=environment(), check=False
+        )
+    text = b"functional-lowbit inspect: cannot write the output: No space left on device\n"
+    assert (ended.returncode, ended.stderr) == (2, text)
+
+
+def test_closed_streams_are_no_error(checkpoint, monkeypatch):
+    """Python says None for a stream that `>&-` has closed."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    with contextlib.ExitStack() as closed:
+        statuses = [main(["inspect", str(checkpoint)]), main(["inspect", "missing.pt"])]
+        for stream in (sys.stdout, sys.stderr):
+            closed.enter_context(stream)
+    assert statuses == [0, 2]
+
+
+def test_a_pipe_is_no_file(capsys, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("inspect", "plan"):
+        text = "is no file (a pipe or a device); write what comes from it into a file first"
+        assert command(capsys, name, tmp_path / "pipe") == (
+            2,
+            "",
+            f"functional-lowbit {name}: {str(tmp_path / 'pipe')!r} {text}\n",
+        )

@@ -2,6 +2,8 @@
 
 import json
 import os
+import resource
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -147,6 +149,30 @@ def test_back_to_torch_by_names(capsys, tmp_path):
         assert optimizer.state[p]["step"] == 1
 
 
+def test_bitsandbytes_to_torch(capsys, tmp_path):
+    saved = bitsandbytes_like()
+    saved["param_groups"][0] |= {"lr": 0.5, "betas": (0.9, 0.99)}
+    torch.save(saved, tmp_path / "a.pt")
+    converted(capsys, tmp_path / "a.pt", tmp_path / "b.pt", "--to", "torch")
+    p = torch.nn.Parameter(torch.zeros(512))
+    optimizer = torch.optim.AdamW([p])
+    optimizer.load_state_dict(torch.load(tmp_path / "b.pt", weights_only=True))
+    assert (optimizer.param_groups[0]["lr"], optimizer.state[p]["step"]) == (0.5, 7)
+    assert torch.equal(optimizer.state[p]["exp_avg_sq"], torch.tensor([1.0, 0.5]).repeat_interleave(256))
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def test_lion_has_no_place_in_torch(capsys, tmp_path):
+    torch.save({"optimizer": fl.state_dict(stepped(fl.lion8bit(1e-3)))}, tmp_path / "a.pt")
+    refused(
+        capsys,
+        2,
+        "torch.optim has no optimizer that keeps a first moment alone, as Lion does; convert to a format",
+        *(tmp_path / "a.pt", tmp_path / "b.pt", "--to", "torch"),
+    )
+
+
 def test_back_to_torch_from_an_optimizer_keeps_the_order(capsys, tmp_path):
     model = torch.nn.Linear(128, 64)
     ours = optimizer_of(model, fl.adamw8bit(1e-3))
@@ -256,6 +282,32 @@ def test_places_that_cannot_be_written(capsys, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "folder"]
 
 
+@pytest.mark.parametrize("name", ["x.pt", "folder", "x.safetensors"])
+def test_a_full_disk_leaves_what_was_there(capsys, tmp_path, name):
+    source, target = tmp_path / "source" / name, tmp_path / "target" / name
+    state = state_of()
+    for path in (source, target):
+        path.parent.mkdir()
+        if name == "folder":
+            fl.checkpoint.save(path, state)
+        elif name == "x.pt":
+            torch_file(path, state)
+        else:
+            fl.checkpoint.save_safetensors(state, path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        ran = command(capsys, "convert", source, target, "--to", "float32", "--force")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith(f"functional-lowbit convert: cannot write {str(target)!r}: ")
+    assert "File too large" in ran.err  # what the system says
+    assert ran.err.count("\n") == 1
+    assert os.listdir(target.parent) == [name]
+    assert command(capsys, "inspect", target).status == 0
+
+
 def test_states_that_cannot_be_converted(capsys, tmp_path):
     source, target = tmp_path / "a.pt", tmp_path / "b.pt"
     at = repr(str(source))
@@ -273,7 +325,7 @@ def test_states_that_cannot_be_converted(capsys, tmp_path):
     refused(
         capsys,
         1,
-        "the entry '1.0.mu.w.codes' is missing; see functional-lowbit inspect",
+        "'1.0.mu.w': the entry '1.0.mu.w.codes' is missing; see functional-lowbit inspect",
         source,
         target,
         "--to",
@@ -295,11 +347,109 @@ def test_states_that_cannot_be_converted(capsys, tmp_path):
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
+class Seven(int):
+    """A number that is 7 when it is read again."""
+
+    def __reduce__(self):
+        return int, (7,)
+
+
+class Three:
+    def __reduce__(self):
+        return Seven, (3,)
+
+
+def test_what_is_not_read_as_it_was_meant_is_not_put_there(capsys, tmp_path):
+    source, target = tmp_path / "a.pt", tmp_path / "b.pt"
+    torch_file(source, state_of(), epoch=Three())
+    text = f"'epoch' was not written as it should be, so nothing was put at {str(target)!r}; try again"
+    refused(capsys, 1, text, source, target, "--to", "root4", "--unsafe")
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
 def test_a_tree_with_another_node():
     tree = {"a.b": {"c": [1, {"d": 2}]}, "a": {"b": 3}}
-    assert replaced(tree, "a.b.c.1.d", 4) == {"a.b": {"c": [1, {"d": 4}]}, "a": {"b": 3}}
-    assert replaced(tree, "", 5) == 5
+    assert replaced(tree, ("a.b", "c", 1, "d"), 4) == {"a.b": {"c": [1, {"d": 4}]}, "a": {"b": 3}}
+    assert replaced(tree, (), 5) == 5
     assert tree["a.b"]["c"][1] == {"d": 2}
+    ordered = replaced(OrderedDict(b=1, a=2), ("b",), 3)
+    assert (type(ordered), list(ordered.items())) == (OrderedDict, [("b", 3), ("a", 2)])
+
+
+def test_places_with_the_same_words(capsys, tmp_path):
+    state = fl.state_dict(state_of())
+    torch.save({"a.b": {"c": state}, "a": {"b": {"c": state}}, 0: state, "0": {"x": state}}, tmp_path / "a.pt")
+    document = converted(capsys, tmp_path / "a.pt", tmp_path / "b.pt", "--to", "root4")
+    assert len(document["states"]) == 4
+    tree = torch.load(tmp_path / "b.pt")
+    for found in (tree["a.b"]["c"], tree["a"]["b"]["c"], tree[0], tree["0"]["x"]):
+        fl.load_state_dict(fresh("root4"), found)
+
+
+BROKEN = {
+    "1.0.mu.w.scales": (float("nan"), "'1.0.mu.w': 1 of 64 scales is NaN"),
+    "1.0.nu.b": (-1.0, "'1.0.nu.b': 1 of 64 numbers is below 0, and never should be"),
+}
+
+
+@pytest.mark.parametrize("to", ["root4", "float32", "torch"])
+def test_what_is_broken_is_not_made_whole(capsys, tmp_path, to):
+    source, target = tmp_path / "a.pt", tmp_path / "b.pt"
+    for name, (value, text) in BROKEN.items():
+        saved = fl.state_dict(state_of())
+        saved[name].view(-1)[0] = value
+        torch.save(saved, source)
+        refused(capsys, 1, f"{text}; see functional-lowbit inspect", source, target, "--to", to)
+    saved = fl.state_dict(state_of())
+    saved["1.0.mu.w.codes"] = saved["1.0.mu.w.codes"][:-1]
+    torch.save(saved, source)
+    text = "'1.0.mu.w': the entry '1.0.mu.w.codes' must have shape (64, 128), has (63, 128)"
+    refused(capsys, 1, f"{text}; see functional-lowbit inspect", source, target, "--to", to)
+    torch_file(source, state_of())
+    stored = bytearray(source.read_bytes())
+    stored[20_000] ^= 4  # inside the parameters
+    source.write_bytes(stored)
+    text = "the bytes of 'a/data/0' are not those that were written (their checksum says)"
+    refused(capsys, 1, f"{text}; see functional-lowbit inspect", source, target, "--to", to)
+    assert os.listdir(tmp_path) == ["a.pt"]
+    converted(capsys, source, target, "--to", to, "--no-checksums")
+
+
+def test_a_parameter_that_never_had_a_gradient_has_no_state_in_torch_either(capsys, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    for p in model[1].parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "a.pt")
+    converted(capsys, tmp_path / "a.pt", tmp_path / "b.pt", "--to", "torch")
+    again = torch.optim.AdamW(model.parameters())
+    again.load_state_dict(torch.load(tmp_path / "b.pt"))
+    assert list(map(id, again.state)) == list(map(id, model[1].parameters()))
+    assert same(again.state_dict(), optimizer.state_dict())
+
+
+def test_what_else_a_file_may_hold_is_copied(capsys, tmp_path):
+    beside = {"sparse": torch.eye(3).to_sparse(), "meta": torch.empty(2, device="meta"), "nan": float("nan")}
+    torch_file(tmp_path / "a.pt", state_of(), **beside)
+    converted(capsys, tmp_path / "a.pt", tmp_path / "b.pt", "--to", "root4")
+    found = torch.load(tmp_path / "b.pt")
+    assert torch.equal(found["sparse"].to_dense(), torch.eye(3))
+    assert found["meta"].is_meta
+    assert first_difference({"x": torch.eye(3).to_sparse()}, {"x": torch.eye(3)}) == "x"
+    assert first_difference({"x": torch.eye(3).to_sparse()}, {"x": (2 * torch.eye(3)).to_sparse()}) == "x"
+
+
+def test_a_device_is_not_replaced(capsys, tmp_path):
+    source = tmp_path / "a.pt"
+    torch_file(source, state_of())
+    os.mkfifo(tmp_path / "pipe")
+    text = f"{str(tmp_path / 'pipe')!r} is a pipe or a device; write to a file"
+    refused(capsys, 2, text, source, tmp_path / "pipe", "--to", "root4", "--force")
+    assert (tmp_path / "pipe").is_fifo()
+    target = tmp_path / "b.safetensors"
+    text = f"what is written is a file of torch.save, which must not be called {str(target)!r}"
+    refused(capsys, 2, text, source, target, "--to", "root4")
 
 
 def test_differences_are_found():

@@ -259,6 +259,37 @@ CHANGES = {
             for path in ("0.mu.w", "0.nu.w")
         },
     ),
+    "a schema that does not agree with itself": (
+        lambda saved: saved.update(schema=saved["schema"].replace('"stored": "codes"', '"stored": "values"')),
+        {
+            "schema": [
+                "the schema's leaf '0.mu.w' must have the parts ['.values'], got ['.codes', '.scales']; the file is "
+                "damaged"
+            ]
+        },
+    ),
+    "a shape beyond torch": (
+        lambda saved: saved.update(schema=saved["schema"].replace("[64, 128]", "[10000000000, 10000000000]")),
+        {
+            "schema": [
+                "the schema's leaf '0.mu.w' must have a list of sizes as 'shape', got [10000000000, 10000000000]; the "
+                "file is damaged"
+            ]
+        },
+    ),
+    "a version that is a bool": (
+        lambda saved: saved.update(schema=saved["schema"].replace('"version": 2', '"version": true')),
+        {"schema": ["the schema must have a version, got True; the file is damaged"]},
+    ),
+    "no numbers": (
+        swap("0.mu.b", torch.empty(64, device="meta")),
+        {"0.mu.b": ["the entry '0.mu.b' must be a plain tensor, is a tensor without numbers (of the meta device)"]},
+    ),
+    "a sparse tensor": (
+        swap("0.mu.w.scales", torch.ones(64, 1).to_sparse()),
+        {"0.mu.w": ["the entry '0.mu.w.scales' must be a plain tensor, is a tensor of the layout sparse_coo"]},
+    ),
+    "JSON that is too deep": (swap("schema", "[" * 100_000), None),
     "no JSON": (swap("schema", "{"), None),
     "no schema's version": (
         swap("schema", "{}"),
@@ -322,6 +353,34 @@ def test_a_negative_moment_of_torch(capsys, tmp_path):
     }
 
 
+def test_a_sparse_momentum_of_torch(capsys, tmp_path):
+    """SGD keeps the gradient of an embedding as it is."""
+    state = {0: {"momentum_buffer": torch.tensor([[0.0, -3.0], [2.0, 0.0]]).to_sparse()}}
+    beside = {"mask": torch.eye(3).to_sparse()}
+    torch.save({"state": state, "param_groups": [{"params": [0]}], **beside}, tmp_path / "x.pt")
+    (leaf,) = leaves(inspected(capsys, tmp_path / "x.pt")).values()
+    assert (leaf["format"], leaf["shape"], leaf["bytes"]) == ("float32, sparse", [2, 2], 2 * 2 * 8 + 2 * 4)
+    assert (leaf["min"], leaf["max"]) == (-3.0, 2.0)
+
+
+def test_a_number_of_torch_beyond_float(capsys, tmp_path):
+    torch.save({"state": {0: {"step": 10**400}}, "param_groups": [{"params": [0]}]}, tmp_path / "x.pt")
+    assert problems(inspected(capsys, tmp_path / "x.pt", status=1)) == {"0.step": ["1 of 1 numbers is Inf"]}
+
+
+def test_two_moments_of_bitsandbytes_in_one(capsys, tmp_path):
+    """As AdEMAMix8bit of bitsandbytes 0.50 keeps them."""
+    qmap = torch.linspace(-1, 1, 256)
+    state = {
+        "state1": torch.stack([torch.full((512,), 255), torch.zeros(512)]).to(torch.uint8),
+        "qmap1": qmap,
+        "absmax1": torch.tensor([[2.0, 4.0], [3.0, 1.0]]),
+    }
+    torch.save({"state": {0: state}, "param_groups": [{"params": [0]}]}, tmp_path / "x.pt")
+    leaf = leaves(inspected(capsys, tmp_path / "x.pt"))["0.state1"]
+    assert (leaf["block_size"], leaf["min"], leaf["max"]) == (256, -3.0, 4.0)
+
+
 def test_scales_of_bitsandbytes(capsys, tmp_path):
     saved = bitsandbytes_like()
     nested = saved["state"][0]["__bnb_optimizer_quant_state__"]
@@ -361,6 +420,21 @@ def test_flipped_bits_in_a_folder_are_noticed(capsys, tmp_path):
     assert document["damaged"] == [
         "the bytes of '1.0.mu.w.codes' are not those that were written (their checksum says)"
     ]
+
+
+def test_a_damaged_directory_of_a_file_is_noticed(capsys, tmp_path):
+    """Where torch reads more than Python's zipfile, and where neither reads it."""
+    torch_file(tmp_path / "x.pt", state_of())
+    stored = (tmp_path / "x.pt").read_bytes()
+    end = stored.rindex(b"PK\x06\x07")  # of the directory: 4 bytes that name it, and 4 that number the disk
+    (tmp_path / "x.pt").write_bytes(stored[: end + 4] + b"\x01" + stored[end + 5 :])
+    (text,) = inspected(capsys, tmp_path / "x.pt", status=1)["damaged"]
+    assert text.startswith(f"the directory of {str(tmp_path / 'x.pt')!r} is not as it was written: ")
+    flags = stored.index(b"PK\x01\x02") + 8  # of the first record; the lowest one says that it is encrypted
+    (tmp_path / "x.pt").write_bytes(stored[:flags] + bytes([stored[flags] | 1]) + stored[flags + 1 :])
+    ran = command(capsys, "inspect", tmp_path / "x.pt")
+    assert (ran.status, ran.out) == (1, "")
+    assert ran.err.startswith(f"functional-lowbit inspect: cannot read {str(tmp_path / 'x.pt')!r} as a file of torch")
 
 
 def test_files_that_cannot_be_read_at_all(capsys, tmp_path):
@@ -405,6 +479,31 @@ def test_files_that_cannot_be_read_at_all(capsys, tmp_path):
         f"{str(tmp_path / 'model.pt')!r} holds no optimizer state: neither an entry 'schema' (fl.state_dict), nor "
         "'state' beside 'param_groups' (torch.optim)",
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "text"),
+    [
+        ("F6_E3M2", "has 'w' of the dtype 'F6_E3M2', which torch does not have"),
+        ("F32", "has 3 bytes for 'w' of shape (4,) and torch.float32"),
+    ],
+)
+def test_a_safetensors_header_that_does_not_fit(capsys, tmp_path, dtype, text):
+    file = tmp_path / "x.safetensors"
+    header = json.dumps({"w": {"dtype": dtype, "shape": [4], "data_offsets": [0, 3]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
+    assert command(capsys, "inspect", file) == (1, "", f"functional-lowbit inspect: {str(file)!r} {text}\n")
+
+
+def test_an_entry_of_a_folder_that_cannot_be_read(capsys, tmp_path):
+    fl.checkpoint.save(tmp_path / "x", state_of())
+    (file,) = (tmp_path / "x").glob("*.distcp")
+    file.write_bytes(bytes(file.stat().st_size))
+    ran = command(capsys, "inspect", tmp_path / "x")
+    assert (ran.status, ran.out) == (1, "")
+    assert ran.err.startswith("functional-lowbit inspect: cannot read ")
+    assert f" of {str(tmp_path / 'x')!r}, a file is damaged: " in ran.err  # and what torch says
+    assert ran.err.count("\n") == 1
 
 
 def test_a_truncated_safetensors_file(capsys, tmp_path):

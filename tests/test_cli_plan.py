@@ -183,6 +183,14 @@ def test_mistakes(capsys, argv, text):
     assert command(capsys, "plan", *argv) == (2, "", f"functional-lowbit plan: {text}\n")
 
 
+def test_a_model_of_integers(capsys, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
+    file = tmp_path / "ids.safetensors"
+    safetensors.save_file({"ids": torch.arange(3)}, file)
+    ran = command(capsys, "plan", file)
+    assert ran == (2, "", f"functional-lowbit plan: {str(file)!r} has no floating-point parameters\n")
+
+
 def test_files_without_parameters(capsys, tmp_path):
     torch.save({"epoch": 3, "name": "x"}, tmp_path / "x.pt")
     torch.save({"a": torch.arange(3)}, tmp_path / "ids.pt")

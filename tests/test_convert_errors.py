@@ -233,6 +233,17 @@ def test_nothing_to_convert():
     refuses(ValueError, text, _torch(fresh.state_dict(), fl.optim.Optimizer(PARAMS.items(), fl.adam(0.1))))
 
 
+@pytest.mark.parametrize(
+    ("target", "kind"),
+    [(fl.adam(0.1), "GradientTransformation"), (nn.Linear(2, 2), "Linear"), (None, "NoneType"), (fl.adam, "function")],
+)
+def test_a_target_that_is_no_state(target: Any, kind: str):
+    """Also where there is nothing to convert, so that it is not handed back as a state."""
+    text = f"from_torch: target must be a state, as tx.init(params) returns it, or an fl.optim optimizer, got {kind}"
+    refuses(TypeError, text, _torch(_saved(), target))
+    refuses(TypeError, text, _torch(torch.optim.SGD([nn.Parameter(torch.ones(2))]), target, PARAMS))
+
+
 def test_another_library():
     of_bnb = _saved({"state1": torch.ones(2, 3)})
     for saved, library, function in (

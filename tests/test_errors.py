@@ -195,6 +195,18 @@ INIT: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
     (lambda: fl.lion(0.1), {"a": 1.0}, TypeError, "scale_by_lion.init: params['a'] must be a tensor, got float"),
     (
         lambda: fl.lion(0.1),
+        torch.nn.Linear(2, 2),
+        TypeError,
+        "scale_by_lion.init: params must be a tensor, got Linear; pass dict(model.named_parameters())",
+    ),
+    (
+        lambda: fl.lion(0.1),
+        torch.nn.Linear(2, 2).parameters(),
+        TypeError,
+        "scale_by_lion.init: params must be a tensor, got generator; pass dict(model.named_parameters())",
+    ),
+    (
+        lambda: fl.lion(0.1),
         {"a": torch.eye(2).to_sparse()},
         TypeError,
         "scale_by_lion.init: params['a'] is sparse (torch.sparse_coo); only dense parameters are supported",

@@ -357,7 +357,6 @@ def float32s(signed: bool) -> st.SearchStrategy[list[float]]:
 @each_codec
 @settings(
     derandomize=True,
-    deadline=None,
     database=None,
     max_examples=60,
     suppress_health_check=[HealthCheck.too_slow],  # which a busy machine is
@@ -384,7 +383,6 @@ def test_properties_of_any_block(name: str, signed: bool, data: st.DataObject):
 @each_codec
 @settings(
     derandomize=True,
-    deadline=None,
     database=None,
     max_examples=40,
     suppress_health_check=[HealthCheck.too_slow],

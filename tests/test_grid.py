@@ -15,7 +15,7 @@ SHAPES = st.one_of(
     st.tuples(st.integers(1, 5), st.integers(1, 5000)),
 )
 BLOCK_SIZES = st.one_of(st.integers(1, 300), st.sampled_from([64, 128, 256, 2048]))
-PROPERTY = settings(max_examples=300, deadline=None)
+PROPERTY = settings(max_examples=300)
 
 
 @PROPERTY

@@ -310,6 +310,12 @@ def test_what_cannot_be_made_is_refused():
         "it in static_args",
         lambda: INJECTED(0.1, mask=lambda params: {"w": True}),
     )
+    refuses(
+        TypeError,
+        f"{SPEAKER}: mask is a function, and taken for a schedule of numbers, but is not one of the step alone; if it "
+        "is none, name it in static_args",
+        lambda: INJECTED(0.1, mask=lambda path, leaf: leaf.ndim > 1),
+    )
     refuses(ValueError, "scale_by_adam: b2 must be in [0, 1), got 1.0", lambda: INJECTED(0.1, b2=1.0))
     refuses(
         ValueError,

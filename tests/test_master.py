@@ -280,6 +280,18 @@ def test_what_is_refused():
     )
     wide = {"w": torch.ones(3)}
     refuses(ValueError, message, lambda: tx.update(wide, state, wide))
+    elsewhere = state._replace(error={"w": torch.zeros(3, 2, dtype=torch.int8, device="meta")})
+    message = (
+        "master_weights.update: state.error['w'] is on meta, but its parameter is on cpu; make the state with "
+        "init(params) after the parameters are moved"
+    )
+    refuses(ValueError, message, lambda: tx.update(params, elsewhere, params))
+    turned = state._replace(error={"w": torch.zeros(2, 3, dtype=torch.int8).t()})
+    refuses(
+        ValueError,
+        "master_weights.update: state.error['w'] must be contiguous, as init makes it; copy it",
+        lambda: tx.update(params, turned, params),
+    )
     refuses(
         ValueError,
         "master_params: the state has no MasterWeightsState inside; use fl.master_weights",

@@ -157,6 +157,35 @@ def test_a_mini_step_runs_nothing_inside_and_touches_no_parameter():
     assert [p._version for p in params.values()] != versions
 
 
+@pytest.mark.parametrize("use_grad_mean", [True, False])
+@pytest.mark.parametrize("format", ["float32", "companded8", "bfloat16"])
+def test_a_gradient_of_none_counts_as_zeros(format, use_grad_mean):
+    """Until the last mini-step. There it leaves its leaf out, and nothing is left for a later step, no NaN either."""
+    tx, params = fl.multi_steps(fl.sgd(1.0), 3, use_grad_mean), random_like(PARAMS, seed=0)
+    tx = fl.low_bit(tx, format)
+    grads = [random_like(PARAMS, seed=1 + t) for t in range(9)]
+    grads[3]["w"][0, 0] = math.nan
+    zeros = {k: torch.zeros_like(p) for k, p in params.items()}
+    with_none, with_zeros = [dict(g) for g in grads], [dict(g) for g in grads]
+    for t in (1, 5, 6):
+        with_none[t]["w"] = with_none[t]["b"] = None
+        with_zeros[t] = zeros
+    step = fl.compile(tx, backend="eager", donate=False)
+    for run in (lambda *args: run_step(step, *args), lambda *args: run_pure(tx, *args)):
+        first, second = run(params, with_none[:3], tx.init(params)), run(params, with_zeros[:3], tx.init(params))
+        assert same(first, second)
+        left_out = run(first[0], with_none[3:6], first[1])
+        assert same(left_out[0], first[0])
+        assert not any(_numbers(x).any() for x in left_out[1].acc_grads.values())
+        third = run(left_out[0], with_none[6:], left_out[1])
+        assert same(third, run(left_out[0], with_zeros[6:], left_out[1]))
+        assert all(p.isfinite().all() for p in third[0].values())
+
+
+def _numbers(x):
+    return x.dequantize() if isinstance(x, fl.QuantizedTensor) else x
+
+
 def test_a_nan_leaves_nothing_behind():
     tx, params = fl.multi_steps(fl.sgd(1.0), 2), torch.zeros(2)
     state = tx.init(params)

@@ -168,8 +168,23 @@ def test_a_function_is_called_when_numbers_change():
     assert calls[made:] == [{"lr": 0.2, "betas": (0.9, 0.99), "nesterov": False}]
 
 
+def test_a_tensor_that_is_the_groups_no_longer():
+    """A step takes the number that stands in the group, also if an equal one took the place of the first."""
+    rate, p = torch.tensor(0.5), torch.nn.Parameter(torch.zeros(2))
+    optimizer = Optimizer([p], fl.sgd, {"learning_rate": rate}, backend="eager")
+    p.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())  # the group has a copy now
+    rate.fill_(100.0)
+    optimizer.step()
+    assert torch.equal(p, torch.full((2,), -1.0))
+    optimizer.param_groups[0]["learning_rate"].fill_(2.0)
+    optimizer.step()
+    assert torch.equal(p, torch.full((2,), -3.0))
+
+
 def test_a_default_that_is_a_tensor():
-    """The function is given the group's tensor, whose methods it may need."""
+    """The function is given a tensor, whose methods it may need."""
     model, plain = model_of(), model_of()
     tx = lambda lr: fl.adamw8bit(lr.detach())  # noqa: E731
     optimizer = Optimizer(model.named_parameters(), tx, {"lr": torch.tensor(0.1)}, backend="eager")

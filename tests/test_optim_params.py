@@ -284,6 +284,16 @@ def test_a_model_with_new_parameters_is_noticed_at_the_first_step():
         )
 
 
+def test_parameters_of_another_optimizer_are_no_counterparts():
+    """A tensor that no module ever held, not used at this step, beside a model of that shape with its own optimizer."""
+    free, other = nn.Parameter(torch.ones(70, 64)), model_of()
+    optimizer, its_own = fl.optim.AdamW8bit([free], backend="eager"), torch.optim.SGD(other.parameters())
+    backward(other)
+    optimizer.step()
+    assert torch.equal(free, torch.ones(70, 64))
+    del its_own
+
+
 def test_steps_without_gradients_that_are_right():
     """Of a model that was not used yet, of unused and frozen parameters, and of tensors that are in no module."""
     used, unused = model_of(), model_of(1)

@@ -230,7 +230,7 @@ def test_where_is_for_all_groups_together():
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "SGD8bit"])
 def test_numbers_change_without_compiling(name):
-    """As floats and as tensors: native kernels, which are made once; the bits of a run with these numbers."""
+    """As tensors and as floats: native kernels, which are made once; the bits of a run with these numbers."""
     options: dict[str, Any] = {"momentum": 0.9} if name == "SGD8bit" else {}
     model, plain = model_of(), model_of()
     optimizer = getattr(optim, name)(model.parameters(), lr=torch.tensor(0.1), backend="native", **options)
@@ -239,18 +239,36 @@ def test_numbers_change_without_compiling(name):
     for k in range(4):
         optimizer.param_groups[0]["lr"].fill_(0.5**k)
         second.param_groups[0]["lr"] = 0.5**k
-        for o in (optimizer, second):
+        for o, number in ((optimizer, torch.tensor), (second, float)):
             group = o.param_groups[0]
-            group["weight_decay"] = 0.25 * k
+            group["weight_decay"] = number(0.25 * k)
             if "betas" in group:
-                group["betas"] = (0.5 + 0.125 * k, 0.75)
+                group["betas"] = (number(0.5 + 0.125 * k), number(0.75))
+                group["eps"] = number(2.0 ** -(20 + k))
             else:
-                group["momentum"] = 0.5 + 0.125 * k
+                group["momentum"] = number(0.5 + 0.125 * k)
         train(model, optimizer, range(k, k + 1))
         train(plain, second, range(k, k + 1))
         graphs = optimizer.graphs if graphs is None else graphs
         assert optimizer.graphs == graphs > 0
         assert same(numbers(model), numbers(plain))
+
+
+@pytest.mark.parametrize("left_out", ["", "lr", "betas", "eps", "weight_decay"])
+def test_numbers_that_change_are_read_as_torch_reads_them(left_out):
+    """Tensors in the groups of ours, floats in torch's; one that is left out makes another training."""
+    ours, theirs = model_of(), model_of()
+    optimizer = ready("AdamW8bit", ours.parameters(), format="float32", weight_decay=0.1)
+    plain = torch.optim.AdamW(theirs.parameters(), weight_decay=0.1)
+    for k in range(4):
+        values = {"lr": 0.125 / (k + 1), "betas": (0.5 + 0.125 * k, 0.75), "eps": 0.25 * k, "weight_decay": 0.5 * k}
+        plain.param_groups[0].update(values)
+        tensors = {n: tuple(map(torch.tensor, v)) if n == "betas" else torch.tensor(v) for n, v in values.items()}
+        optimizer.param_groups[0].update({n: v for n, v in tensors.items() if n != left_out})
+        train(ours, optimizer, range(k, k + 1))
+        train(theirs, plain, range(k, k + 1))
+    error = max((p - named(theirs)[n]).abs().max() for n, p in named(ours).items())
+    assert error > 1e-3 if left_out else error <= 2e-6  # 4 steps of 0.1, of parameters below 2, rounded to 1.2e-7
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -273,6 +291,11 @@ def test_wrong_numbers(case):
     name, options, message = WRONG[case]
     p = nn.Parameter(torch.zeros(2))
     refuses(ValueError, f"Optimizer: group 0: {message}", lambda: ready(name, [p], **options))
+
+
+def test_nesterov_is_no_number():
+    text = "Optimizer: group 0: sgd: nesterov must be a bool, got 'yes'"
+    refuses(TypeError, text, lambda: ready("SGD8bit", [nn.Parameter(torch.zeros(2))], nesterov="yes"))
 
 
 def test_numbers_of_numpy_and_whole_ones():

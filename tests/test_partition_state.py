@@ -64,3 +64,28 @@ def test_as_a_torch_optimizer(labels):
     model.weight.grad, model.bias.grad = grads[2]["weight"], grads[2]["bias"]
     again.step()
     assert same(dict(model.named_parameters()), wanted[0])
+
+
+def _scaled(weight, bias):
+    return fl.chain(fl.trace(weight), fl.scale(-bias))
+
+
+@pytest.mark.parametrize(
+    ("tx", "own", "shared"),
+    [
+        (fl.named_chain(("bias", fl.clip(1.0)), ("weight", fl.adam(0.1))), {"weight.0.mu", "weight.0.nu"}, "weight.0"),
+        (
+            fl.inject_hyperparams(_scaled)(weight=0.5, bias=0.1),
+            {"inner_state.0.trace"},
+            "hyperparams.weight hyperparams.bias inner_state.0",
+        ),
+    ],
+    ids=["named_chain", "inject_hyperparams"],
+)
+def test_names_of_parts_and_hyperparameters_may_be_those_of_parameters(tx, own, shared):
+    model = nn.Linear(4, 5)
+    optimizer = fl.optim.Optimizer(model.named_parameters(), tx, backend="eager")
+    for p in model.parameters():
+        found = set(optimizer.state[p])
+        assert {k for k in found if optimizer.state[p][k].shape == p.shape and k != "schema"} == own
+        assert {k.removesuffix(".step") for k in found - own - {"schema", "step"}} == set(shared.split())

@@ -129,7 +129,7 @@ def test_what_is_refused_of_several_files(tmp_path):
     index.write_text("{}")
     refuses(
         ValueError,
-        f"memory_plan: '{index}' has no 'weight_map'; it is no index of safetensors files",
+        f"memory_plan: '{index}' has no 'weight_map' from tensors to files; it is no index of safetensors files",
         plan(index),
     )
     index.write_text("[]")

@@ -42,3 +42,17 @@ def test_a_gate_inside_what_is_called_as_it_is_has_no_number():
     grads = [random_like(PARAMS, seed=1 + t) for t in range(2)]
     step = fl.compile(tx, backend="eager", donate=False)
     assert same(run_step(step, params, grads, tx.init(params)), run_pure(tx, params, grads))
+
+
+def test_a_closed_gate_holds_back_what_no_leaf_function_behind_it_sees():
+    """A mask inside the gate lets other leaves pass, and their updates are zero all the same."""
+    params, mask = random_like(PARAMS, seed=0), {"w": True, "b": False}
+    masked = fl.masked(fl.trace(0.5), mask)
+    nothing = {"w": False, "b": False}
+    for inner in (masked, fl.partition({"x": masked}, "x"), fl.freeze(mask), fl.masked(fl.scale(2.0), nothing)):
+        for tx in (fl.apply_if_finite(inner), fl.chain(fl.scale(-0.1), fl.apply_if_finite(inner))):
+            grads = [random_like(PARAMS, seed=1 + t) for t in range(3)]
+            grads[1]["b"][0] = float("nan")
+            ours = run_step(fl.compile(tx, backend="eager", donate=False), params, grads, tx.init(params))
+            assert all(p.isfinite().all() for p in ours[0].values())
+            assert same(ours, run_pure(tx, params, grads))

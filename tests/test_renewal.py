@@ -153,6 +153,12 @@ REFUSED = (
         (fl.master_weights(fl.sgd(0.1)), fl.master_weights(fl.sgd(0.1), 8), "MasterWeights had 16 and has 8"),
         (fl.chain(fl.clip(1.0)), fl.chain(averaged()), "clip became function"),
         (
+            fl.inject_hyperparams(fl.clip)(0.5),
+            fl.inject_hyperparams(fl.clip)(0.25),  # would have no effect: the number is in the state
+            "InjectHyperparams had (('max_delta',), torch.float32, {'max_delta': 0.5}) and has (('max_delta',), "
+            "torch.float32, {'max_delta': 0.25})",
+        ),
+        (
             fl.scale_by_learning_rate(0.1),
             fl.scale_by_learning_rate(lambda step: 0.1),
             "scale_by_learning_rate with EmptyState became scale_by_learning_rate with StepState",

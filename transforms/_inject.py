@@ -58,8 +58,8 @@ class InjectHyperparams(Renewing):
         return tx
 
     def structure(self) -> Any:
-        """The names of the numbers, and their dtype."""
-        return self.names, self.dtype
+        """The numbers' names, their dtype, and the first ones: a state has its own, and would not follow others."""
+        return self.names, self.dtype, {name: float(value) for name, value in self.first.items()}
 
     def init(self, params: Tree) -> InjectHyperparamsState:
         """The first numbers, and the inner state."""
@@ -133,6 +133,19 @@ class InjectHyperparams(Renewing):
 
 def _is_schedule(value: Any) -> bool:
     return callable(value) and not isinstance(value, Tensor)
+
+
+def _takes_a_step(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with one argument; what has no signature is tried."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(None)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_number(value: Any, default: Any) -> bool:
@@ -224,6 +237,11 @@ def inject_hyperparams(
         numbers, fixed = {}, {}
         for name, value in given.items():
             default = parameters[name].default if name in parameters else None
+            if name not in static and _is_schedule(value) and not _takes_a_step(value):
+                raise TypeError(
+                    f"inject_hyperparams: {name} is a function, and taken for a schedule of numbers, but is not one of "
+                    "the step alone; if it is none, name it in static_args"
+                )
             is_number = name not in static and (_is_schedule(value) or _is_number(value, default))
             (numbers if is_number else fixed)[name] = value
         plain = {name: value for name, value in numbers.items() if not _is_schedule(value)}

@@ -11,6 +11,7 @@ from functional_lowbit._base import GradientTransformation, Moment, Signed, Tree
 from functional_lowbit._like_params import rest_in_float32
 from functional_lowbit._parts import HostGated, Rest, init_with
 from functional_lowbit._rule import Leafwise
+from functional_lowbit.sharding import ShardSpec, part_of, wrap
 
 EveryK: TypeAlias = int | Callable[[Tensor], int | Tensor]
 """Mini-steps for each step: a number, or a function of `gradient_step`, int64[]."""
@@ -32,6 +33,7 @@ class MultiSteps(HostGated):
     def __init__(self, inner: GradientTransformation, every_k: EveryK, use_grad_mean: bool):
         self.inner = (inner,)
         self.every_k = every_k
+        self.use_grad_mean = use_grad_mean
         self.accumulates = every_k != 1
         self.rule = Leafwise(
             name="multi_steps",
@@ -87,6 +89,14 @@ class MultiSteps(HostGated):
         """Whether this mini-step completes a step."""
         return int(state.mini_step) + 1 >= self._k(state.gradient_step)
 
+    def missed(self, moment: Tensor, state: Any) -> Tensor:
+        """As with a gradient of zeros; what is left of a step before this one goes, if it is NaN too."""
+        if not self.accumulates:
+            return moment
+        if int(state.mini_step) == 0 or self.opens(state):
+            return torch.zeros_like(moment)
+        return moment - moment / (int(state.mini_step) + 1) if self.use_grad_mean else moment
+
     def _k(self, gradient_step: Tensor) -> int:
         """Mini-steps of the step that is being made."""
         k = self.every_k(gradient_step) if callable(self.every_k) else self.every_k
@@ -114,11 +124,22 @@ class MultiSteps(HostGated):
     def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         """The inner update of what was accumulated, or zeros."""
         inner_state, opens = self.split(state)[0], self.opens(state)
+        given = updates
         updates, new = self.rule(updates, state, params)
+        new = new._replace(acc_grads=self._with_missed(given, new.acc_grads, state))
         if not opens:
             return _tree.map_leaves(torch.zeros_like, updates), new
         updates, inner_state = call_update(self.inner[0].update, updates, inner_state, params, extra)
         return updates, self.join(new, [inner_state])
+
+    def _with_missed(self, updates: Tree, acc_grads: Tree, state: Any) -> Tree:
+        """The accumulator, where leaves without a gradient have their share of zeros."""
+        leaves, treedef = _tree.flatten(acc_grads)
+        given = _tree.flatten_up_to(treedef, updates) if self.accumulates else []
+        for i, u in enumerate(given):
+            if u is None:
+                leaves[i] = wrap(self.missed(part_of(leaves[i]), state), ShardSpec.of(leaves[i]))
+        return _tree.unflatten(treedef, leaves)
 
 
 def _mean(g: Tensor, s: MultiStepsState, p: Any, c: Any) -> tuple[Tensor, MultiStepsState]:
@@ -132,7 +153,7 @@ def _sum(g: Tensor, s: MultiStepsState, p: Any, c: Any) -> tuple[Tensor, MultiSt
 
 
 def _begins(g: Tensor, c: Any) -> Tensor:
-    """Whether a step begins, so that what is left of a NaN, or of a leaf that had no gradient then, is not read.
+    """Whether a step begins, so that what is left of a NaN is not read.
 
     It is asked of each element: a condition on a number is a jump to gcc, which then takes elements one by one.
     """
@@ -164,8 +185,8 @@ def multi_steps(
     Returns:
         A transformation with a `MultiStepsState`. `low_bit(multi_steps(tx, k))` stores the accumulator in few bits as
         any other moment, and rounds it at each mini-step; `multi_steps(low_bit(tx), k)`, or a format for each field
-        without `acc_grads`, keeps it in float32. A gradient of None leaves its leaf out of that mini-step, and at a
-        last one out of the step; what the leaf has accumulated is dropped with the next gradient that begins a step.
+        without `acc_grads`, keeps it in float32. A gradient of None counts as zeros; at a last mini-step it leaves its
+        leaf out of the step, and what the leaf has accumulated is dropped.
 
     Raises:
         TypeError: if `tx` is no GradientTransformation.

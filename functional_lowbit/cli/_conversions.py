@@ -1,6 +1,7 @@
 """One optimizer state of a checkpoint as another: of ours in a format, or of torch.optim."""
 
 from collections.abc import Callable, Mapping
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 import functional_lowbit as fl
 from functional_lowbit import _schema
 from functional_lowbit._quantized import QuantizedTensor
-from functional_lowbit.cli._mistakes import Broken, Mistake, said
+from functional_lowbit.cli._mistakes import Mistake, said
 from functional_lowbit.cli._pending import take
 from functional_lowbit.cli._recipes import in_format
 from functional_lowbit.cli._reformat import Made, Target, reformat, relative_error
@@ -40,8 +41,6 @@ def to_format(section: Section, target: Target, advance: Advance) -> Converted:
     """
     if section.library != OURS:
         return _foreign_to_format(section, target, advance)
-    if section.problems:
-        raise Broken(f"{section.problems[0][0]!r}: {section.problems[0][1]}; see functional-lowbit inspect")
     _refuse_nested(section)
     made: dict[str, Made] = {}
     if _schema.SCHEMA in section.node:
@@ -109,14 +108,17 @@ def to_torch(section: Section) -> Converted:
     saved: Any = section.node
     if _schema.SCHEMA in saved:
         saved = {name: take(x) for name, x in saved.items()}
+    saved, numbers = (saved, {}) if section.library == OURS else _stepped(saved)
     params = _asked(lambda: fl.convert.params_of(saved), "params_of")
     if section.library == OURS:
-        source, groups = saved, _groups(section, saved, list(params))
-        result = _asked(lambda: fl.convert.to_torch(source, groups), "to_torch")
+        groups = _groups(_family(section), saved, list(params))
+        result = _asked(lambda: fl.convert.to_torch(saved, groups), "to_torch")
     else:
-        _, source = _of_a_kind(saved, params, "float32", None)
-        kept = saved["param_groups"]
-        result = _asked(lambda: fl.convert.to_torch(source, kept, dict(params)), "to_torch")
+        family, state = _of_a_kind(saved, params, "float32", None)
+        groups = _groups(family, saved, list(params))
+        result = _asked(lambda: fl.convert.to_torch(state, groups, dict(params)), "to_torch")
+        result["state"] = {numbers.get(key, key): entries for key, entries in result["state"].items()}
+        result["param_groups"] = _groups(family, section.node, list(params))
     made = {}
     for key, entries in result["state"].items():
         for name, x in entries.items():
@@ -131,20 +133,41 @@ def to_torch(section: Section) -> Converted:
     return Converted(result, None, made, how)
 
 
-def _groups(section: Section, saved: Any, names: list[str]) -> Any:
-    """Groups for torch: the optimizer's own, with torch's defaults for what they lack."""
+def _stepped(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """A state of the parameters that have one, numbered anew, and their old numbers by the new ones.
+
+    Those that never had a gradient have none, and may stay without: torch's load_state_dict takes that.
+    """
+    new: dict[Any, Any] = {}
+    for group in saved["param_groups"]:
+        new |= {k: len(new) if isinstance(k, int) else k for k in group["params"] if k in saved["state"]}
+    groups = []
+    for group in saved["param_groups"]:
+        kept = [k in new for k in group["params"]]
+        own = {**group, "params": [new[k] for k in group["params"] if k in new]}
+        if "param_names" in group:
+            own["param_names"] = list(compress(group["param_names"], kept))
+        groups.append(own)
+    state = {new[k]: entries for k, entries in saved["state"].items() if k in new}
+    return {**saved, "state": state, "param_groups": groups}, {n: k for k, n in new.items()}
+
+
+def _family(section: Section) -> str:
+    """Which kind of optimizer a state of ours is of, by the names of its moments."""
     fields = {word for leaf in section.leaves for word in leaf.path.split(".")}
+    return "adamw" if "nu" in fields else "sgd" if "trace" in fields else "lion"
+
+
+def _groups(family: str, saved: Any, names: list[str]) -> list[dict[str, Any]]:
+    """Groups for torch: the optimizer's own, with torch's defaults for what they lack."""
+    if family == "lion":
+        raise Mistake("torch.optim has no optimizer that keeps a first moment alone, as Lion does; convert to a format")
     probe = [torch.zeros(1)]
-    defaults: dict[str, Any] = {}
-    if "nu" in fields:
-        defaults = torch.optim.AdamW(probe).defaults
-    elif "trace" in fields:
-        defaults = torch.optim.SGD(probe, lr=1e-3, momentum=0.9).defaults
+    made = torch.optim.AdamW(probe) if family == "adamw" else torch.optim.SGD(probe, lr=1e-3, momentum=0.9)
     if "param_groups" in saved:
-        own = saved["param_groups"]
-        return None if all("lr" in group for group in own) else [{**defaults, **group} for group in own]
+        return [{**made.defaults, **group} for group in saved["param_groups"]]
     numbers = all(name.isdecimal() for name in names)
-    return [{**defaults, "params": sorted(map(int, names)) if numbers else names}]
+    return [{**made.defaults, "params": sorted(map(int, names)) if numbers else names}]
 
 
 def _refuse_nested(section: Section) -> None:

@@ -8,6 +8,7 @@ from functional_lowbit import formats
 from functional_lowbit._version import __version__
 from functional_lowbit.cli._arguments import at_least_0, at_least_1
 from functional_lowbit.cli._conversions import Converted, to_format, to_torch
+from functional_lowbit.cli._leaves import look
 from functional_lowbit.cli._mistakes import Broken, Mistake, said
 from functional_lowbit.cli._output import Result, counted, size
 from functional_lowbit.cli._progress import progress
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"smaller leaves stay in float32 ({MIN_SIZE})",
     )
     parser.add_argument("--force", action="store_true", help="replace what is at DST")
+    parser.add_argument("--no-checksums", action="store_true", help="do not compare the checksums that SRC keeps")
     parser.add_argument("--unsafe", action="store_true", help="run code that a pickled file holds, if you trust it")
 
 
@@ -72,6 +74,7 @@ def run(args: argparse.Namespace) -> Result:
             "torch.distributed.checkpoint, and convert it with fl.convert.from_saved"
         )
     libraries = [_library(args, section) for section in found]
+    _refuse_broken(args, store, found)
     target = Target(formats.get("float32" if args.to == TO_TORCH else args.to), args.block_size, args.min_size)
     with progress("convert", sum(section.nbytes for section in found)) as advance:
         if args.to == TO_TORCH:
@@ -83,6 +86,28 @@ def run(args: argparse.Namespace) -> Result:
     document: dict[str, Any] = {"command": "convert", "version": __version__, "source": args.source}
     document |= {"target": args.target, "kind": kind, "to": args.to, "states": states, "verified": True}
     return Result(document, _text(document))
+
+
+def _refuse_broken(args: argparse.Namespace, store: Store, found: list[Section]) -> None:
+    """What is broken would be whole afterwards: the result has checksums, codes and scales of its own.
+
+    Raises:
+        Broken: for what `inspect` calls broken.
+    """
+    if not args.no_checksums:
+        with progress("compare checksums", store.size) as advance:
+            damaged = store.check(advance)
+        if damaged:
+            raise Broken(f"{damaged[0]}; see functional-lowbit inspect")
+    with progress("read leaves", sum(section.nbytes for section in found)) as advance:
+        for section in found:
+            for path, problem in section.problems:
+                raise Broken(f"{path!r}: {problem}; see functional-lowbit inspect")
+            for leaf in section.leaves:
+                problems = look(leaf).problems
+                if problems:
+                    raise Broken(f"{leaf.path!r}: {problems[0]}; see functional-lowbit inspect")
+                advance(leaf.nbytes, leaf.path)
 
 
 def _library(args: argparse.Namespace, section: Section) -> str:
@@ -100,7 +125,7 @@ def _write(args: argparse.Namespace, store: Store, found: list[Section], made: l
     if store.kind == TORCH:
         tree = store.tree
         for section, converted in zip(found, made, strict=True):
-            tree = replaced(tree, section.where, converted.node)
+            tree = replaced(tree, section.keys, converted.node)
         wanted = tree
     elif args.to == TO_TORCH:  # which only torch.save keeps
         store, tree = store._replace(kind=TORCH), made[0].node

@@ -14,7 +14,7 @@ from functional_lowbit._version import __version__
 from functional_lowbit.cli._foreign import read_foreign
 from functional_lowbit.cli._listed import Leaf
 from functional_lowbit.cli._mistakes import Broken
-from functional_lowbit.cli._numbers import Numbers, bad_scales, count, decoded, pieces, share
+from functional_lowbit.cli._numbers import Numbers, bad_scales, count, decoded, pieces, share, unreadable
 from functional_lowbit.cli._pending import take
 from functional_lowbit.sharding import local_of
 
@@ -115,6 +115,9 @@ def _misfit(path: str, ending: str, x: Any, dtype: str, shape: tuple[int, ...]) 
     name = path + ending
     if not isinstance(x, Tensor):
         return [f"the entry {name!r} must be a tensor, is a {type(x).__name__}"]
+    odd = unreadable(local_of(x))
+    if odd is not None:
+        return [f"the entry {name!r} must be a plain tensor, is {odd}"]
     if _name(x.dtype) != dtype:
         return [f"the entry {name!r} must be {dtype}, is {_name(x.dtype)}"]
     if tuple(x.shape) != shape:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_lowbit import _schema
 from functional_lowbit.cli._mistakes import said
-from functional_lowbit.cli._pending import is_tensor, take
+from functional_lowbit.cli._pending import is_tensor, size_of, take
 from functional_lowbit.sharding import local_of
 
 
@@ -23,7 +23,7 @@ class Leaf(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors, as they are stored."""
-        return sum(x.nbytes for x in self.parts.values() if is_tensor(x))
+        return sum(size_of(x) for x in self.parts.values() if is_tensor(x))
 
 
 def described_leaves(entries: Mapping[Any, Any], text: Any, prefix: str) -> tuple[list[Leaf], list[tuple[str, str]]]:
@@ -51,7 +51,7 @@ def version_of(text: str) -> str:
     """Which version of the library wrote a schema, in words; nothing if it does not say."""
     try:
         library = json.loads(text).get("library")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return ""
     return f" of version {library}" if library else ""
 

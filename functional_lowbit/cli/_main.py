@@ -18,8 +18,8 @@ INTERRUPTED, NOBODY_READS = 130, 141  # what a shell says of SIGINT and SIGPIPE
 EPILOG = """\
 exit status:
   0    all is well
-  1    the checkpoint is broken, or what was asked found a problem
-  2    a mistake in the arguments
+  1    the checkpoint is broken, or cannot be read
+  2    a mistake in the arguments, or a place that cannot be written
   130  interrupted
 
 Each command has examples: functional-lowbit inspect --help
@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         >>> main(["inspect", "missing.pt"])  # and on stderr: functional-lowbit inspect: there is no 'missing.pt'
         2
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed, as by `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal may lack letters
@@ -50,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # stdout is for the one document: what other libraries print while they are loaded goes to stderr.
         with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
             result = COMMANDS[args.command].run(args)
-        sys.stdout.write((as_json(result.document) if args.json else result.text) + "\n")
-        sys.stdout.flush()
+        _put(as_json(result.document) if args.json else result.text)
         return result.status
     except Mistake as mistake:
         if args.debug:
@@ -63,9 +65,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         sys.stderr.write(f"{NAME} {args.command}: interrupted\n")
         return INTERRUPTED
-    except BrokenPipeError:  # `| head` has read enough; Python flushes stdout once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `| head` has read enough
         return NOBODY_READS
+
+
+def _put(text: str) -> None:
+    """Write to stdout.
+
+    Raises:
+        BrokenPipeError: if nobody reads it.
+        Mistake: if it cannot be written, on a full disk for instance.
+    """
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise Mistake(f"cannot write the output: {error.strerror}") from error
 
 
 def _parser() -> argparse.ArgumentParser:

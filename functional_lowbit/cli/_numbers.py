@@ -77,6 +77,15 @@ def decoded(leaf: QuantizedTensor) -> Iterator[Tensor]:
         yield values[torch.arange(grid.block) < lengths[part]] if grid.padding else values
 
 
+def unreadable(x: Tensor) -> str | None:
+    """Why the numbers of a tensor cannot be looked at; None if they can."""
+    if x.is_nested or x.layout is not torch.strided:
+        return f"a tensor of the layout {'nested' if x.is_nested else str(x.layout).removeprefix('torch.')}"
+    if x.device.type == "meta":
+        return "a tensor without numbers (of the meta device)"
+    return "a tensor that torch has quantized" if x.is_quantized else None
+
+
 def share(n: int, total: int, what: str, kind: str) -> str:
     """`3 of 576 scales are NaN`, `1 of 576 scales is NaN`."""
     return f"{n:,} of {total:,} {what} {'is' if n == 1 else 'are'} {kind}"

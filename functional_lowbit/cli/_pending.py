@@ -26,6 +26,23 @@ def is_tensor(x: Any) -> bool:
     return isinstance(x, (Tensor, Pending))
 
 
+def size_of(x: Tensor | Pending) -> int:
+    """Bytes of a tensor as it is stored; a sparse one's indices count too."""
+    return x.nbytes if isinstance(x, Pending) else sum(part.nbytes for part in dense_parts(x))
+
+
+def dense_parts(x: Tensor) -> list[Tensor]:
+    """The tensors with strides that a tensor is made of, numbers last: itself, but for sparse and nested ones."""
+    if x.is_nested:
+        return list(x.unbind())
+    if x.layout is torch.strided:
+        return [x]
+    if x.layout is torch.sparse_coo:
+        return [x._indices(), x._values()]
+    by_rows = x.layout in (torch.sparse_csr, torch.sparse_bsr)
+    return [*((x.crow_indices(), x.col_indices()) if by_rows else (x.ccol_indices(), x.row_indices())), x.values()]
+
+
 def take(x: Any) -> Any:
     """The tensor itself; anything else as it is."""
     return x.read() if isinstance(x, Pending) else x

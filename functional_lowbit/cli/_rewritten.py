@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -10,6 +11,7 @@ from uuid import uuid4
 import torch
 
 import functional_lowbit as fl
+from functional_lowbit import _folder
 from functional_lowbit.cli._mistakes import Mistake, said
 from functional_lowbit.cli._pending import take
 from functional_lowbit.cli._stores import FOLDER, SAFETENSORS, Store
@@ -25,6 +27,8 @@ def check_place(source: str, target: str, force: bool) -> None:
         raise Mistake(f"{target!r} is what is converted; write to another path")
     if os.path.lexists(target) and not force:
         raise Mistake(f"{target!r} is there already; --force replaces it")
+    if os.path.exists(target) and not os.path.isfile(target) and not os.path.isdir(target):
+        raise Mistake(f"{target!r} is a pipe or a device; write to a file")
     if not Path(target).absolute().parent.is_dir():
         raise Mistake(f"there is no folder {str(Path(target).parent)!r} to write into")
 
@@ -43,6 +47,8 @@ def write(store: Store, target: str, tree: Any, verify: Callable[[str], None]) -
         Broken: if what was written is not what was meant; `target` is then as it was.
     """
     place = Path(os.path.realpath(target))
+    if place.suffix == ".safetensors" and store.kind != SAFETENSORS:
+        raise Mistake(f"what is written is a {store.kind}, which must not be called {target!r}")
     partial = place.with_name(f".{place.name}.{uuid4().hex}{place.suffix}")
     try:
         try:
@@ -51,12 +57,12 @@ def write(store: Store, target: str, tree: Any, verify: Callable[[str], None]) -
             elif store.kind == SAFETENSORS:
                 fl.checkpoint.save_safetensors({name: take(x) for name, x in tree.items()}, partial)
             else:
-                torch.save(tree, partial)
-                with partial.open("rb") as written:
-                    os.fsync(written.fileno())
-        except (OSError, RuntimeError, ImportError) as error:  # torch tells of a full disk by a RuntimeError
-            speaker = "checkpoint.save_safetensors" if store.kind == SAFETENSORS else "checkpoint.save"
-            raise Mistake(f"cannot write {target!r}: {said(error, speaker)}") from error
+                with partial.open("wb") as file:
+                    torch.save(tree, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+        except (OSError, RuntimeError, ImportError) as error:
+            raise Mistake(f"cannot write {target!r}: {said(_cause(error), 'checkpoint.save_safetensors')}") from error
         verify(str(partial))
         (_put_folder if store.kind == FOLDER else _put_file)(partial, place)
     finally:
@@ -66,6 +72,14 @@ def write(store: Store, target: str, tree: Any, verify: Callable[[str], None]) -
             partial.unlink(missing_ok=True)
 
 
+def _cause(error: BaseException) -> BaseException:
+    """What the system said. torch hides a full disk behind an error of its own about positions in a file."""
+    cause: BaseException | None = error
+    while cause is not None:
+        error, cause = cause if isinstance(cause, OSError) else error, cause.__cause__ or cause.__context__
+    return error
+
+
 def _put_file(partial: Path, place: Path) -> None:
     if place.is_dir():
         raise Mistake(f"{str(place)!r} is a folder, and what is written is a file; move it away")
@@ -73,25 +87,24 @@ def _put_file(partial: Path, place: Path) -> None:
 
 
 def _put_folder(partial: Path, place: Path) -> None:
-    """A folder cannot be renamed onto another: what is there is moved away first, and removed at the end."""
-    if place.exists() and not (place / ".metadata").is_file() and (place.is_file() or any(place.iterdir())):
+    """A folder cannot be renamed onto another: what is there is moved to where `load` finds it, and removed last."""
+    if place.exists() and not (place / _folder.METADATA).is_file() and (place.is_file() or any(place.iterdir())):
         raise Mistake(f"{str(place)!r} is no checkpoint; move it away")
-    old = place.with_name(f".{place.name}.{uuid4().hex}")
+    older = _folder.previous(place)
     if place.exists():
-        place.rename(old)
+        shutil.rmtree(older, ignore_errors=True)
+        place.rename(older)
     partial.rename(place)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(older, ignore_errors=True)
 
 
-def replaced(tree: Any, where: str, new: Any) -> Any:
-    """A tree with another node at `where`; nothing is written to."""
-    if not where:
+def replaced(tree: Any, keys: Sequence[Any], new: Any) -> Any:
+    """A tree with another node at the place that keys lead to; nothing is written to."""
+    if not keys:
         return new
-    name, _, rest = where.partition(".")
+    first, *rest = keys
     if isinstance(tree, Mapping):
-        # A key may have dots in it: the longest that fits.
-        keys = [k for k in tree if where == str(k) or where.startswith(f"{k}.")]
-        key = max(keys, key=lambda k: len(str(k)))
-        inner = where[len(str(key)) + 1 :]
-        return {k: replaced(v, inner, new) if k == key else v for k, v in tree.items()}
-    return type(tree)(replaced(v, rest, new) if str(i) == name else v for i, v in enumerate(tree))
+        changed = copy(tree)  # of the same class and order
+        changed[first] = replaced(tree[first], rest, new)  # type: ignore[index]
+        return changed
+    return type(tree)(replaced(x, rest, new) if i == first else x for i, x in enumerate(tree))

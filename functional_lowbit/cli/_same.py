@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit.cli._pending import is_tensor, take
+from functional_lowbit.cli._pending import dense_parts, is_tensor, take
 
 
 def first_difference(a: Any, b: Any, path: str = "") -> str | None:
@@ -37,5 +37,13 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     if hasattr(a, "__tensor_flatten__"):
         inner = a.__tensor_flatten__()[0]  # type: ignore[operator]
         return all(_same_bits(getattr(a, name), getattr(b, name)) for name in inner)
+    if a.layout != b.layout or a.device.type != b.device.type or a.is_nested != b.is_nested:
+        return False
+    if a.is_nested or a.layout is not torch.strided:
+        return all(map(_same_bits, dense_parts(a), dense_parts(b)))
+    if a.device.type == "meta":  # it has no bits
+        return True
+    if a.is_quantized:
+        return torch.equal(a, b)
     a, b = (x.detach().contiguous().flatten() for x in (a, b))
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.numel() else True

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from functional_lowbit import _schema
 from functional_lowbit.cli._listed import Leaf, described_leaves, text_of, version_of
-from functional_lowbit.cli._pending import Pending, is_tensor
+from functional_lowbit.cli._pending import Pending, is_tensor, size_of
 
 DEPTH = 8  # of dicts inside dicts that are looked into
 BNB_NEST = "__bnb_optimizer_quant_state__"  # where bitsandbytes hides its tensors from FSDP
@@ -20,12 +20,17 @@ OURS, TORCH, TORCHAO, BITSANDBYTES = "functional-lowbit", "torch", "torchao", "b
 class Section(NamedTuple):
     """One optimizer state."""
 
-    where: str  # its place in the checkpoint, "optimizer"; "" for the whole
+    keys: tuple[Any, ...]  # its place in the checkpoint, ("optimizer",); () for the whole
     library: str
     made_by: str  # "fl.state_dict", "fl.optim.Optimizer", "state_dict of an optimizer"
     leaves: list[Leaf]
     problems: list[tuple[str, str]]  # (path, what is wrong) of what belongs to no leaf
     node: Mapping[Any, Any]  # the part of the checkpoint that it is
+
+    @property
+    def where(self) -> str:
+        """Its place in words: `trainer.optimizer`."""
+        return ".".join(map(str, self.keys))
 
     @property
     def nbytes(self) -> int:
@@ -35,42 +40,42 @@ class Section(NamedTuple):
 
 def sections(tree: Any) -> list[Section]:
     """All optimizer states in a checkpoint, however deep they sit in dicts and lists."""
-    return list(_inside(tree, "", 0))
+    return list(_inside(tree, (), 0))
 
 
 def beside(tree: Any) -> list[tuple[str, int, int]]:
     """What else a checkpoint holds: (name, tensors, bytes) for each entry of its first level without a state."""
-    if not isinstance(tree, Mapping) or _section(tree, "") is not None:
+    if not isinstance(tree, Mapping) or _section(tree, ()) is not None:
         return []
     found = []
     for name, value in tree.items():
-        if next(_inside(value, "", 1), None) is None:
+        if next(_inside(value, (), 1), None) is None:
             tensors = list(_tensors(value))
-            found.append((str(name), len(tensors), sum(x.nbytes for x in tensors)))
+            found.append((str(name), len(tensors), sum(map(size_of, tensors))))
     return found
 
 
-def _section(node: Any, where: str) -> Section | None:
+def _section(node: Any, keys: tuple[Any, ...]) -> Section | None:
     """The state that a node is, if it is one."""
     if not isinstance(node, Mapping):
         return None
     if isinstance(node.get(_schema.SCHEMA), str):
-        return _ours(node, where)
+        return _ours(node, keys)
     if isinstance(node.get("state"), Mapping) and "param_groups" in node:
-        return _of_an_optimizer(node, where)
+        return _of_an_optimizer(node, keys)
     return None
 
 
-def _inside(node: Any, where: str, depth: int) -> Iterator[Section]:
-    own = _section(node, where)
+def _inside(node: Any, keys: tuple[Any, ...], depth: int) -> Iterator[Section]:
+    own = _section(node, keys)
     if own is not None:
         yield own
     elif depth < DEPTH and isinstance(node, (Mapping, list, tuple)):
         for name, child in node.items() if isinstance(node, Mapping) else enumerate(node):
-            yield from _inside(child, f"{where}.{name}" if where else str(name), depth + 1)
+            yield from _inside(child, (*keys, name), depth + 1)
 
 
-def _ours(entries: Mapping[str, Any], where: str) -> Section:
+def _ours(entries: Mapping[str, Any], keys: tuple[Any, ...]) -> Section:
     leaves, problems = described_leaves(entries, entries[_schema.SCHEMA], "")
     made_by = f"fl.state_dict{version_of(entries[_schema.SCHEMA])}"
     inner = [leaf.path.removesuffix(_schema.SCHEMA) for leaf in leaves if leaf.path.endswith(f".{_schema.SCHEMA}")]
@@ -81,10 +86,10 @@ def _ours(entries: Mapping[str, Any], where: str) -> Section:
         problems += bad
     if inner:
         made_by += f", with {OPTIMIZER} inside"
-    return Section(where, OURS, made_by, leaves, problems, entries)
+    return Section(keys, OURS, made_by, leaves, problems, entries)
 
 
-def _of_an_optimizer(saved: Mapping[str, Any], where: str) -> Section:
+def _of_an_optimizer(saved: Mapping[str, Any], keys: tuple[Any, ...]) -> Section:
     """What `state_dict()` of a torch.optim.Optimizer returns, ours among them."""
     state, names = saved["state"], names_of(saved["param_groups"])
     leaves: list[Leaf] = []
@@ -105,7 +110,7 @@ def _of_an_optimizer(saved: Mapping[str, Any], where: str) -> Section:
     kinds = {_library_of(leaf) for leaf in leaves if leaf.described is None} - {TORCH}
     library = next(iter(sorted(kinds)), library)
     made_by = OPTIMIZER if library == OURS else "state_dict of an optimizer"
-    return Section(where, library, made_by, leaves, problems, saved)
+    return Section(keys, library, made_by, leaves, problems, saved)
 
 
 def names_of(groups: Any) -> dict[Any, str]:

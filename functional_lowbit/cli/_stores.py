@@ -4,6 +4,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +49,8 @@ def open_store(path: str, unsafe: bool) -> Store:
         return Store(FOLDER, *_folders.open_folder(place, unsafe))
     if not place.exists():
         raise Mistake(f"there is no {path!r}")
+    if not place.is_file() and not place.is_dir():
+        raise Mistake(f"{path!r} is no file (a pipe or a device); write what comes from it into a file first")
     try:
         with place.open("rb") as file:
             start = file.read(16)
@@ -61,7 +64,7 @@ def open_store(path: str, unsafe: bool) -> Store:
 
 
 def _torch_file(place: Path, start: bytes, unsafe: bool) -> Store:
-    zipped = zipfile.is_zipfile(place)
+    zipped = _is_zip(place)
     if not zipped and start.startswith(b"PK"):
         raise Broken(f"{str(place)!r} is truncated: it begins as a file of torch.save, and has no end")
     if not zipped and not start.startswith(PICKLE):
@@ -71,6 +74,13 @@ def _torch_file(place: Path, start: bytes, unsafe: bool) -> Store:
     return Store(TORCH, tree, place.stat().st_size, check)
 
 
+def _is_zip(place: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(place)
+    except zipfile.BadZipFile:  # it has the end of one, with flipped bits
+        return True
+
+
 def _load(place: Path, zipped: bool, unsafe: bool) -> Any:
     try:
         return torch.load(place, map_location="cpu", weights_only=not unsafe, mmap=zipped)
@@ -78,8 +88,7 @@ def _load(place: Path, zipped: bool, unsafe: bool) -> Any:
         foreign = _foreign(place) if zipped and isinstance(error, pickle.UnpicklingError) else []
         # Its classes may be loaded once they are known; a file's wish alone imports nothing else.
         if any(name.startswith(f"{TORCHAO}.") for name in foreign) and find_spec(TORCHAO):
-            import torchao.optim  # noqa: F401
-
+            import_module(f"{TORCHAO}.optim")
             if not set(_foreign(place)):
                 return _load(place, zipped, unsafe)
             foreign = _foreign(place)
@@ -108,12 +117,16 @@ def _first_sentence(error: Exception) -> str:
 def _zip_damage(place: Path, advance: Callable[..., None]) -> list[str]:
     """Records of a file of torch.save whose bytes are not those that were written."""
     found = []
-    with zipfile.ZipFile(place) as archive:
+    try:
+        archive = zipfile.ZipFile(place)
+    except Exception as error:  # torch reads less of the directory than Python does
+        return [f"the directory of {str(place)!r} is not as it was written: {said(error)}"]
+    with archive:
         for record in archive.infolist():
             try:
                 with archive.open(record) as bytes_:
                     while chunk := bytes_.read(CHUNK):
                         advance(len(chunk), record.filename)
-            except zipfile.BadZipFile:
+            except Exception:  # flipped bits say that a record is encrypted, or packed in a way that nobody knows
                 found.append(f"the bytes of {record.filename!r} are not those that were written (their checksum says)")
     return found

@@ -45,7 +45,7 @@ def from_torch(
         have the name.
 
     Raises:
-        TypeError: if `saved` is no saved optimizer.
+        TypeError: if `saved` is no saved optimizer, or `target` no state and no optimizer of ours.
         ValueError: for a state of another model (names, shapes, number of parameters), of another kind of optimizer, or
             of another library; for entries that are missing or not understood; and if parameters that share a counter
             have made different numbers of steps. Nothing is made before.

@@ -5,6 +5,7 @@ from typing import Any
 
 from functional_lowbit import _interrupted
 from functional_lowbit._base import Tree
+from functional_lowbit._check import is_transformation
 from functional_lowbit.convert._fill import check_step, fill
 from functional_lowbit.convert._library import READERS, any_saved, library_in
 from functional_lowbit.convert._match import Sides, match
@@ -56,6 +57,12 @@ def convert(
 
 def _targets(speaker: str, state: Any, params: Tree, named: bool) -> dict[str, Any]:
     """The target's parameters by name, in order; None where they are not known."""
+    is_leaf = any(path == "" for path, _ in named_leaves(state))
+    if state is None or is_leaf or is_transformation(state):
+        raise TypeError(
+            f"{speaker}: target must be a state, as tx.init(params) returns it, or an fl.optim optimizer, got "
+            f"{type(state).__name__}"
+        )
     slots = find_slots(state)
     if params is None:
         if not slots.whole and not named:

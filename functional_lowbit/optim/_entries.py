@@ -5,6 +5,7 @@ checked by `fl.load_state_dict`. The schema, a string there, is a tensor of byte
 `flatten_optimizer_state_dict` refuses strings in the state, and repeats those of a param group for every parameter.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -15,32 +16,43 @@ from functional_lowbit import _tree
 from functional_lowbit._checkpoint import load_state_dict, state_dict
 from functional_lowbit._quantized import QuantizedTensor
 from functional_lowbit.sharding import local_of
+from functional_lowbit.transforms._inject import InjectHyperparamsState
 from functional_lowbit.transforms._partition import PartitionState
 
 SCHEMA = "schema"  # as in fl.state_dict
+# Fields that hold a dict by other names than the parameters'.
+OWN_NAMES: dict[type, str] = {PartitionState: "inner_states", InjectHyperparamsState: "hyperparams"}
 
 
 def map_leaves(visit: Callable[[str | None, str, Any], Any], state: Any, names: Collection[str]) -> Any:
     """A state with `visit(parameter, name, leaf)` in place of each leaf; a `QuantizedTensor` is one leaf.
 
     A dict with exactly the parameters' names has a part for each parameter, and does not appear in the leaf's name:
-    `0.mu`. What is in no such dict belongs to all: the parameter is None. The labels of a `partition` may be called as
-    the parameters are, and are none.
+    `0.mu`. What is in no such dict belongs to all: the parameter is None. Labels of a `partition`, names of a
+    `named_chain` and injected hyperparameters may be called as the parameters are, and are none.
     """
     wanted = set(names)
 
-    def walk(node: Any, path: str, owner: str | None, is_labelled: bool = False) -> Any:
+    def walk(node: Any, path: str, owner: str | None, has_own_names: bool = False) -> Any:
         level = None if isinstance(node, QuantizedTensor) else _tree.children(node)
         if level is None:
             return visit(owner, path or "state", node)
         kids, kid_names, rebuild = level
-        if owner is None and isinstance(node, dict) and wanted and set(node) == wanted and not is_labelled:
+        has_own_names = has_own_names or _is_named_chain(node)
+        if owner is None and isinstance(node, dict) and wanted and set(node) == wanted and not has_own_names:
             return rebuild([walk(kid, path, name) for kid, name in zip(kids, kid_names, strict=True)])
         inside = [f"{path}.{name}" if path else name for name in kid_names]
-        labels_follow = isinstance(node, PartitionState)
-        return rebuild([walk(kid, at, owner, labels_follow) for kid, at in zip(kids, inside, strict=True)])
+        named = OWN_NAMES.get(type(node))
+        return rebuild(
+            [walk(kid, at, owner, name == named) for kid, name, at in zip(kids, kid_names, inside, strict=True)]
+        )
 
     return walk(state, "", None)
+
+
+def _is_named_chain(node: Any) -> bool:
+    """Its state holds states; a user's own OrderedDict of something for each parameter holds leaves."""
+    return isinstance(node, OrderedDict) and any(isinstance(kid, (tuple, dict)) for kid in node.values())
 
 
 def live(leaves: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

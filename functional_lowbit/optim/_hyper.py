@@ -32,7 +32,8 @@ class Hypers:
     def read(self, where: str, groups: Sequence[Mapping[str, Any]], index: int) -> GradientTransformation | None:
         """The transformation that the group's numbers make; None if they are those of the last time.
 
-        The function is given floats; where a default is a tensor, a tensor: the group's own, if it is one.
+        The function is given floats; where a default is a tensor, a tensor: a copy of the group's own, which may be
+        replaced, or written to where the group does not see it.
 
         Args:
             where: Who speaks in errors, and what `groups` is called there: "Optimizer.step: param_groups".
@@ -95,7 +96,9 @@ def _argument(default: Any, value: Any, number: float) -> float | Tensor:
     """What a function is given: a float, unless a tensor was meant, whose methods it may need."""
     if not isinstance(default, Tensor):
         return number
-    return value if isinstance(value, Tensor) else torch.tensor(number, dtype=torch.float64, device="cpu")
+    return (
+        value.detach().clone() if isinstance(value, Tensor) else torch.tensor(number, dtype=torch.float64, device="cpu")
+    )
 
 
 def _as_list(value: Any) -> Any:
