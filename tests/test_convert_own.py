@@ -86,6 +86,12 @@ def test_a_flattened_optimizer(clip: bool):
     assert same(fl.convert.to_torch(flat, groups), fl.convert.to_torch(optimizer, groups))
 
 
+def test_a_tree_with_a_state():
+    """Its leaves begin as those of a flattened optimizer do."""
+    saved = fl.state_dict({"params": PARAMS, "state": fl.adam(1e-3).init(PARAMS)})
+    assert list(fl.convert.params_of(saved)) == list(PARAMS)
+
+
 def test_flattened_groups_whose_tensors_print_alike():
     params = {name: nn.Parameter(torch.ones(2)) for name in ("a", "b")}
     rates = {"a": 0.00100001, "b": 0.00100002}
@@ -178,3 +184,31 @@ def test_a_new_state_shares_no_memory():
         for tree in (saved, target, *(fl.convert.from_torch(saved, target) for _ in range(2)))
     ]
     assert not any(a & b for i, a in enumerate(pointers) for b in pointers[:i])
+
+
+def test_the_order_of_a_saved_tree_is_not_known():
+    """Its leaves are sorted: by order, these two would change places."""
+    params = {"z": torch.ones(3), "a": torch.ones(3)}
+    tx = fl.adam(1e-3)
+    state = tx.update({"z": torch.ones(3), "a": torch.full((3,), 2.0)}, tx.init(params), params)[1]
+    saved = fl.state_dict(state)
+    modules = {name: nn.Parameter(p) for name, p in params.items()}
+    unnamed, named = (torch.optim.Adam(x) for x in (modules.values(), modules.items()))
+    refuses(
+        ValueError,
+        "to_torch: source has names of parameters, whose order was not saved, and target has none; make it of named "
+        "parameters",
+        lambda: fl.convert.to_torch(saved, unnamed),
+    )
+    wanted = fl.convert.to_torch(state, unnamed)["state"]
+    assert same(fl.convert.to_torch(saved, named)["state"], wanted)
+    for target in (fl.optim.Adam8bit(modules.values(), backend="eager"), tx.init(list(params.values()))):
+        refuses(
+            ValueError,
+            "from_saved: saved has names of parameters, whose order was not saved, and the target has none; make it of "
+            "named parameters",
+            lambda target=target: fl.convert.from_saved(saved, target),
+        )
+    ours = fl.optim.Adam8bit(modules.items(), backend="eager")
+    ours.load_state_dict(fl.convert.from_saved(saved, ours))
+    assert same(fl.convert.to_torch(ours, unnamed)["state"], wanted)

@@ -9,6 +9,7 @@ from functional_lowbit._check import is_transformation
 from functional_lowbit.convert._fill import check_step, fill
 from functional_lowbit.convert._library import READERS, any_saved, library_in
 from functional_lowbit.convert._match import Sides, match
+from functional_lowbit.convert._own import is_own_state
 from functional_lowbit.convert._read import Read, refuse_dampening
 from functional_lowbit.convert._saved import SavedParam
 from functional_lowbit.convert._shell import into_optimizer
@@ -34,6 +35,7 @@ def convert(
     if found != library and not (found == "torch" and library in ("torchao", "flashoptim")):
         raise ValueError(f"{speaker}: saved is from {found}; use fl.convert.{SPEAKERS[found]}")
     source, reader = any_saved(speaker, saved), READERS[library]
+    sides = Sides(speaker, unordered="saved" if is_own_state(saved) else "")
 
     def read(p: SavedParam) -> Read:
         return reader(speaker, p, source.groups[p.group], fields)
@@ -45,10 +47,10 @@ def convert(
     if isinstance(target, Optimizer):
         if params is not None:
             raise ValueError(f"{speaker}: params must be None for an optimizer, which knows its own")
-        return into_optimizer(speaker, source, target, read, check, step)
+        return into_optimizer(sides, source, target, read, check, step)
     _interrupted.refuse(speaker, target)
     places = _targets(speaker, target, params, named=all(p.name is not None for p in source.params))
-    reads = {name: read(p) for name, p in match(Sides(speaker), source.params, places).items()}
+    reads = {name: read(p) for name, p in match(sides, source.params, places).items()}
     check([target], reads)
     return fill(speaker, target, reads, step, places)
 

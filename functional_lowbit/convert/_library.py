@@ -78,8 +78,9 @@ def params_of(saved: Any) -> dict[str, Tensor]:
         saved: As in `library_of`.
 
     Returns:
-        Name (or number, counted through all groups) to a tensor on the meta device, in order. Parameters without state
-        are left out: nothing tells their shape. The dtype is float32, or that of torch's moments.
+        Name (or number, counted through all groups) to a tensor on the meta device, in order; for what `fl.state_dict`
+        returned, sorted by name. Parameters without state are left out: nothing tells their shape. The dtype is
+        float32, or that of torch's moments.
 
     Raises:
         TypeError, ValueError: for what is no saved optimizer, or damaged.

@@ -14,6 +14,7 @@ class Sides(NamedTuple):
     speaker: str
     saved: str = "saved"
     target: str = "the target"
+    unordered: str = ""  # the side that has names, and no order
 
 
 def match(sides: Sides, saved: Sequence[SavedParam], targets: Mapping[str, Any]) -> dict[str, SavedParam]:
@@ -66,6 +67,12 @@ def _in_order(sides: Sides, saved: Sequence[SavedParam], targets: Mapping[str, A
     if len(saved) != len(names):
         frozen = _frozen(targets)
         names = [name for name in names if name not in frozen]
+    if sides.unordered and len(names) > 1:
+        other = sides.saved if sides.unordered == sides.target else sides.target
+        raise ValueError(
+            f"{sides.speaker}: {sides.unordered} has names of parameters, whose order was not saved, and {other} has "
+            "none; make it of named parameters"
+        )
     if len(saved) != len(names):
         raise ValueError(
             f"{sides.speaker}: {sides.saved} has {len(saved)} parameters, {sides.target} {len(targets)}; it is the "

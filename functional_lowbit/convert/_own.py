@@ -27,7 +27,12 @@ def is_own(saved: Any) -> bool:
     if not isinstance(saved, Mapping):
         return False
     state = saved.get("state")
-    return isinstance(saved.get(_schema.SCHEMA), str) or (isinstance(state, Mapping) and _has_schema(state.values()))
+    return is_own_state(saved) or (isinstance(state, Mapping) and _has_schema(state.values()))
+
+
+def is_own_state(saved: Any) -> bool:
+    """Whether it is what `fl.state_dict` returned: its leaves are sorted, so parameters are in no order of a model."""
+    return isinstance(saved, Mapping) and isinstance(saved.get(_schema.SCHEMA), str)
 
 
 def _has_schema(entries: Any) -> bool:
@@ -40,7 +45,7 @@ def saved_of_own(speaker: str, saved: Any) -> Saved:
     Raises:
         ValueError: for a state whose schema is damaged, and for one parameter with two leaves of one field.
     """
-    if not isinstance(saved, torch.optim.Optimizer) and isinstance(saved.get(_schema.SCHEMA), str):
+    if is_own_state(saved):
         return _of_state(speaker, saved)
     read = read_saved(speaker, saved)
     params = []

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 STATE, GROUPS = "state.", "param_groups."  # how keys begin that flatten_optimizer_state_dict made
+OWN = "schema"  # an entry of what fl.state_dict returned, also of a tree with a "state"
 
 
 class SavedParam(NamedTuple):
@@ -109,7 +110,9 @@ def unflattened(saved: Any) -> Any:
     A hyperparameter stands with each parameter there. Those with the same ones make a group again. Entries of this
     library have dots in their names, hyperparameters have none; so parameters are known by those.
     """
-    if not isinstance(saved, Mapping) or "state" in saved or not any(str(key).startswith(STATE) for key in saved):
+    if not isinstance(saved, Mapping) or "state" in saved or OWN in saved:
+        return saved
+    if not any(str(key).startswith(STATE) for key in saved):
         return saved
     hypers: dict[str, dict[str, Any]] = {}
     for key, value in saved.items():

@@ -27,20 +27,21 @@ def params_in_order(speaker: str, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def into_optimizer(
-    speaker: str, saved: Saved, target: Optimizer, read: Any, check: Any, step: int | None
+    sides: Sides, saved: Saved, target: Optimizer, read: Any, check: Any, step: int | None
 ) -> dict[str, Any]:
     """A state_dict for `target.load_state_dict`. Nothing is written.
 
     Args:
-        speaker: Who speaks in errors.
+        sides: Who speaks in errors, and of what.
         saved: What was saved.
         target: The optimizer.
         read: `read(param) -> Read`.
         check: `check(states, reads)` refuses what the target cannot go on with.
         step: For every counter, if not None.
     """
+    speaker = sides.speaker
     params = params_in_order(speaker, target)
-    found = match(Sides(speaker), saved.params, params)
+    found = match(sides, saved.params, params)
     reads: dict[str, Read] = {name: read(p) for name, p in found.items()}
     check([tree.state for tree in target._trees], reads)
     entries: dict[str, dict[str, Any]] = {}

@@ -10,7 +10,7 @@ from functional_lowbit import _interrupted
 from functional_lowbit._base import Tree
 from functional_lowbit.convert._kept import Kept
 from functional_lowbit.convert._match import Sides, match
-from functional_lowbit.convert._own import ENTRIES, is_own, kept_of, saved_of_own
+from functional_lowbit.convert._own import ENTRIES, is_own, is_own_state, kept_of, saved_of_own
 from functional_lowbit.convert._place import Place, own_groups, place_of
 from functional_lowbit.convert._read import read_step
 from functional_lowbit.convert._saved import SavedParam, unflattened
@@ -88,7 +88,7 @@ def to_torch(
             "or its groups"
         )
     found = match(
-        Sides(SPEAKER, "target", "source"),
+        Sides(SPEAKER, "target", "source", "source" if is_own_state(source) else ""),
         [p._replace(entries={"": None}) for p in place.params],
         given.params,
     )
