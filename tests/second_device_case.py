@@ -1,4 +1,4 @@
-"""offload with parameters on a second device: run by `test_offload_devices.py`, in a process of its own."""
+"""offload with parameters on a second device: run by `test_offload.py`, in a process of its own."""
 
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 import functional_lowbit as fl
 
-desk.set_up()
 PARAMS = {"w": torch.empty(96, 384), "v": torch.empty(33, 257), "b": torch.empty(3), "none": torch.empty(4)}
 
 
@@ -180,7 +179,8 @@ def as_a_torch_optimizer() -> None:
     assert same(to_cpu((params, state)), trained(plain, lambda x: x))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # not where pytest looks for doctests: the device would be there for all other tests
+    desk.set_up()
     with desk.Desk():
         streams_are_asked_for_what_the_plan_says()
         memory_is_pinned_and_stays_so()

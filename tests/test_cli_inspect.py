@@ -415,7 +415,9 @@ def test_flipped_bits_in_a_file_are_noticed(capsys, tmp_path):
 def test_flipped_bits_in_a_folder_are_noticed(capsys, tmp_path):
     fl.checkpoint.save(tmp_path / "x", state_of())
     (file,) = (tmp_path / "x").glob("*.distcp")
-    flipped(file, 8_000)
+    places = dcp.FileSystemReader(tmp_path / "x").read_metadata().storage_data
+    place = next(place for index, place in places.items() if index.fqn == "1.0.mu.w.codes")
+    flipped(file, place.offset + place.length // 2)
     document = inspected(capsys, tmp_path / "x", status=1)
     assert document["damaged"] == [
         "the bytes of '1.0.mu.w.codes' are not those that were written (their checksum says)"
