@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 INDEX = ".safetensors.index.json"  # ends the name of a file that says which file holds which tensor
+STATE = "schema"  # in the metadata of what `checkpoint.save_safetensors` writes, and nobody else
 LIMIT = 100_000_000  # bytes of a header, by the format's own rule
 DTYPES = {
     "F64": torch.float64,
@@ -33,11 +34,12 @@ def read_params(speaker: str, path: Path) -> dict[str, Tensor]:
     Args:
         speaker: For errors.
         path: A safetensors file, an index of several (`model.safetensors.index.json`), or a folder with either. A
-            folder's index says which of its files count.
+            folder's index says which of its files count; states of `save_safetensors` there do not.
 
     Raises:
         FileNotFoundError: for a file that the index names and that is not there.
-        ValueError: for what is no such file, for a tensor in two files, and for a folder with several indices.
+        ValueError: for what is no such file, for a tensor in two files, and for a folder with several indices,
+            or with states of optimizers alone.
     """
     files = _files(speaker, path)
     found: dict[str, Tensor] = {}
@@ -67,7 +69,12 @@ def _files(speaker: str, path: Path) -> list[Path]:
         if len(indices) > 1:
             names = ", ".join(index.name for index in indices)
             raise ValueError(f"{speaker}: {str(path)!r} holds several indices ({names}); give the path of one")
-        return _files(speaker, indices[0]) if indices else sorted(path.glob("*.safetensors"))
+        if indices:
+            return _files(speaker, indices[0])
+        models = [file for file in sorted(path.glob("*.safetensors")) if not _is_state(speaker, file)]
+        if not models:
+            raise ValueError(f"{speaker}: the folder {str(path)!r} holds states of optimizers, and no model")
+        return models
     if not path.name.endswith(INDEX):
         return [path]
     document = _json(speaker, path, path.read_bytes())
@@ -87,19 +94,29 @@ def _all_there(speaker: str, index: Path, files: Iterable[Path]) -> None:
             raise FileNotFoundError(f"{speaker}: {str(index)!r} names the file {file.name!r}, which is not there")
 
 
+def _is_state(speaker: str, file: Path) -> bool:
+    """Whether a file is one of `checkpoint.save_safetensors`, which may lie beside the model."""
+    metadata = _document(speaker, file).get("__metadata__")
+    return isinstance(metadata, dict) and STATE in metadata
+
+
 def _header(speaker: str, file: Path) -> dict[str, Any]:
     """Name to dtype and shape, of one file."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header = opened.read(length) if 2 <= length <= LIMIT else b""
-    if not header.startswith(b"{") or len(header) < length:
-        raise ValueError(f"{speaker}: {str(file)!r} has no safetensors header; it is damaged, or of another kind")
-    document = _json(speaker, file, header)
+    document = _document(speaker, file)
     document.pop("__metadata__", None)
     for name, entry in document.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str) or not _is_shape(entry.get("shape")):
             raise ValueError(f"{speaker}: {str(file)!r} is damaged: its header gives {name!r} no dtype and shape")
     return document
+
+
+def _document(speaker: str, file: Path) -> dict[str, Any]:
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = opened.read(length) if 2 <= length <= LIMIT else b""
+    if not header.startswith(b"{") or len(header) < length:
+        raise ValueError(f"{speaker}: {str(file)!r} has no safetensors header; it is damaged, or of another kind")
+    return _json(speaker, file, header)
 
 
 def _is_shape(x: Any) -> bool:

@@ -34,7 +34,9 @@ def config_params(speaker: str, source: Path | Any) -> dict[str, Tensor]:
             f"{speaker}: a model config needs the package transformers; pip install 'functional-lowbit[hosts]'"
         ) from error
     try:
-        config = transformers.AutoConfig.from_pretrained(str(source)) if isinstance(source, Path) else source
+        config = source
+        if isinstance(source, Path):  # told not to run code beside it, transformers does not ask on the terminal
+            config = transformers.AutoConfig.from_pretrained(str(source), trust_remote_code=False)
         with torch.device("meta"):
             model = _class_of(transformers, config)._from_config(config)
     except Exception as error:

@@ -144,7 +144,7 @@ class Leafwise(Part):
             if not isinstance(value, (Tensor, int, float)):
                 with at_least_float32():
                     value = value(state.step)
-                value = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+                value = _plain(value)
             if isinstance(value, Tensor):
                 values[name] = _check.finite(self.name, name, value.detach() if _is_param(value) else value).double()
             else:
@@ -158,7 +158,7 @@ class Leafwise(Part):
             derived.update(self.scalars(state._replace(**dict.fromkeys(self.leaf_fields)), h))
         if self.prepare is not None:
             derived.update(self.prepare(updates, state, params, h))
-        derived = {name: torch.as_tensor(_plain(value), dtype=_dtype(value)) for name, value in derived.items()}
+        derived = {name: _plain(value) for name, value in derived.items()}
         new_state = {
             name: derived[name].to(getattr(state, name).dtype) for name in self.shared_fields if name in derived
         }
@@ -334,13 +334,13 @@ def _constant(cache: dict[str, Tensor], name: str, value: Any, dtype: torch.dtyp
     return cache[name]
 
 
-def _plain(value: Any) -> Any:
-    """A number of the whole tree. torch's norm of a DTensor is a DTensor, which has no address for a kernel."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+def _plain(value: Any) -> Tensor:
+    """A number of the whole tree, where it is, or on the CPU, whatever the default device.
 
-
-def _dtype(value: Any) -> torch.dtype:
-    return value.dtype if isinstance(value, Tensor) else torch.float64
+    torch's norm of a DTensor is a DTensor, which has no address for a kernel.
+    """
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 @contextmanager

@@ -166,14 +166,16 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
     def schedule(step: Tensor) -> Tensor:
         value = _as_float(schedules[0](step))
         for boundary, following in zip(boundaries, schedules[1:], strict=True):
-            value = torch.where(torch.as_tensor(step) < boundary, value, _as_float(following(step - boundary)))
+            value = torch.where(_as_float(step) < boundary, value, _as_float(following(step - boundary)))
         return value
 
     return schedule
 
 
 def _as_float(step: Tensor | float) -> Tensor:
-    return torch.as_tensor(step, dtype=torch.float64)
+    if isinstance(step, Tensor):
+        return step.to(torch.float64)
+    return torch.tensor(step, dtype=torch.float64, device="cpu")  # whatever the default device
 
 
 def _check_steps(speaker: str, name: str, value: int, at_least: int) -> None:

@@ -114,6 +114,16 @@ def test_the_parameters_of_each_kind_of_file(capsys, tmp_path):
         assert row_of(document, "adamw", "root4")["state_bytes"] == 8 + 2 * (256 + 64 * (64 + 4)), name
 
 
+def test_tied_parameters_and_lists_in_a_file(capsys, tmp_path):
+    w = torch.ones(64, 64)
+    model = {"embedding": w, "head": w, "transposed": w.t(), "rows": w[:32], "none": torch.ones(0), "nothing": w[:0]}
+    torch.save({"model": model}, tmp_path / "tied.pt")
+    assert planned(capsys, tmp_path / "tied.pt")["parameters"] == (64 + 64 + 32) * 64
+    torch.save({"params": ([torch.ones(3), torch.ones(4, dtype=torch.bfloat16)], torch.ones(5))}, tmp_path / "list.pt")
+    document = planned(capsys, tmp_path / "list.pt", "--format", "float32")
+    assert (document["parameters"], document["dtypes"]) == (12, ["bfloat16", "float32"])
+
+
 def test_a_config_of_transformers(capsys, tmp_path):
     pytest.importorskip("transformers", reason="needs transformers")
     config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 16, "n_positions": 4}
@@ -164,6 +174,14 @@ FORMATS = ", ".join(fl.formats.names())
         (
             ["--shapes", "2x"],
             "--shapes must be sizes joined by x, and shapes by commas, as 1000x512,512; got '2x'",
+        ),
+        (
+            ["--shapes", ""],
+            "--shapes must be sizes joined by x, and shapes by commas, as 1000x512,512; got ''",
+        ),
+        (
+            ["--shapes", "9999999999x9999999999"],
+            "--shapes must be sizes joined by x, and shapes by commas, as 1000x512,512; got '9999999999x9999999999'",
         ),
         (["--shapes", "2", "--format", "int3"], f"--format must be of {FORMATS} or all; got 'int3'"),
         (

@@ -158,6 +158,24 @@ def test_counters_are_on_the_cpu_whatever_the_default_device():
     assert same(tx.update(params, state, params), tx.update(params, tx.init(params), params))
 
 
+def test_steps_go_on_whatever_the_default_device():
+    """Numbers are not sent there and back: on "meta", they would be lost."""
+    schedule = fl.schedules.warmup_cosine_decay_schedule(0.0, 0.1, 1, 5)
+    parts = fl.clip_by_global_norm(1.0), fl.inject_hyperparams(fl.adamw)(schedule), fl.scale_by_schedule(schedule)
+    tx = fl.multi_steps(fl.apply_if_finite(fl.chain(*parts)), 2)
+    params = _params()
+    grads = [fl.tree.map(torch.ones_like, params)] * 4
+    step = fl.compile(tx, backend="eager", donate=False)
+    wanted = run_pure(tx, params, grads)
+    with torch.device("meta"):
+        ours, state = params, tx.init(params)
+        for g in grads:
+            ours, state = step(g, state, ours)
+        pure = run_pure(tx, params, grads)
+    assert same((ours, state), wanted)
+    assert same(pure, wanted)
+
+
 def test_the_largest_zero_has_no_sign():
     for zeros in ([-0.0, 0.0], [0.0, -0.0], [-0.0, -0.0]):
         assert not torch.signbit(fl.reduce.max(torch.tensor(zeros)))

@@ -1,5 +1,6 @@
 """memory_plan of a checkpoint's headers, and of a model's config."""
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -38,6 +39,17 @@ def test_one_file(tmp_path):
     assert fl.memory_plan(TX, tmp_path / "model.safetensors") == PLAN
     assert fl.memory_plan(TX, str(tmp_path)) == PLAN
     assert fl.memory_plan(TX, tmp_path, mesh=2) == fl.memory_plan(TX, PARAMS, mesh=2)
+
+
+def test_a_state_beside_the_model_is_no_part_of_it(tmp_path):
+    fl.checkpoint.save_safetensors(TX.init({"w": torch.zeros(64, 64)}), tmp_path / "optimizer.safetensors")
+    refuses(
+        ValueError,
+        f"memory_plan: the folder '{tmp_path}' holds states of optimizers, and no model",
+        lambda: fl.memory_plan(TX, tmp_path),
+    )
+    save_file(PARAMS, tmp_path / "model.safetensors")
+    assert fl.memory_plan(TX, tmp_path) == PLAN
 
 
 def test_only_the_header_is_read(tmp_path):
@@ -106,6 +118,13 @@ def test_what_is_refused(tmp_path):
         )
     file.write_bytes((8).to_bytes(8, "little") + b'{"a": 1}')
     refuses(ValueError, f"memory_plan: '{file}' is damaged: its header gives 'a' no dtype and shape", plan(file))
+    for entry in (
+        b'{"a": {"dtype": ["F32"], "shape": [2]}}',
+        b'{"a": {"dtype": "F32", "shape": [-2]}}',
+        b'{"a": {"dtype": "F32", "shape": [9999999999, 9999999999]}}',
+    ):
+        file.write_bytes(len(entry).to_bytes(8, "little") + entry)
+        refuses(ValueError, f"memory_plan: '{file}' is damaged: its header gives 'a' no dtype and shape", plan(file))
     file.write_bytes((4).to_bytes(8, "little") + b"{,,}")
     refuses(
         ValueError,
@@ -126,12 +145,13 @@ def test_what_is_refused_of_several_files(tmp_path):
         f"memory_plan: '{index}' names the file 'model-00002-of-00002.safetensors', which is not there",
         plan(tmp_path),
     )
-    index.write_text("{}")
-    refuses(
-        ValueError,
-        f"memory_plan: '{index}' has no 'weight_map' from tensors to files; it is no index of safetensors files",
-        plan(index),
-    )
+    for text in ("{}", '{"weight_map": {"a": 3}}'):
+        index.write_text(text)
+        refuses(
+            ValueError,
+            f"memory_plan: '{index}' has no 'weight_map' from tensors to files; it is no index of safetensors files",
+            plan(index),
+        )
     index.write_text("[]")
     refuses(ValueError, f"memory_plan: '{index}' must hold an object, got list", plan(index))
     (tmp_path / "other.safetensors.index.json").write_text("{}")
@@ -201,3 +221,14 @@ def test_a_config_of_no_model(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
     with pytest.raises(ValueError, match=r"^memory_plan: transformers makes no model of '.*/config.json': "):
         fl.memory_plan(TX, tmp_path)
+
+
+def test_code_beside_a_config_is_refused_and_not_asked_for(tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason="needs transformers, of the extra hosts")
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}')
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    with pytest.raises(ValueError, match=r"^memory_plan: transformers makes no model of '.*/config.json': "):
+        fl.memory_plan(TX, tmp_path)
+    assert not (tmp_path / "ran").exists()
+    assert sys.stdin.read(1) == "y"

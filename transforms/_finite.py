@@ -97,7 +97,7 @@ def all_finite(tree: Tree) -> Tensor:
     """
     leaves = _tree.leaves(tree)
     if not leaves:
-        return torch.ones((), dtype=torch.bool)
+        return torch.ones((), dtype=torch.bool, device="cpu")
     return sum_over_meshes(_not_finite([local_of(x) for x in leaves]), [ShardSpec.of(x) for x in leaves]) == 0
 
 

@@ -138,9 +138,8 @@ def _stepped(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
 
     Those that never had a gradient have none, and may stay without: torch's load_state_dict takes that.
     """
-    new: dict[Any, Any] = {}
-    for group in saved["param_groups"]:
-        new |= {k: len(new) if isinstance(k, int) else k for k in group["params"] if k in saved["state"]}
+    stepped = [k for group in saved["param_groups"] for k in group["params"] if k in saved["state"]]
+    new = {k: n if isinstance(k, int) else k for n, k in enumerate(stepped)}
     groups = []
     for group in saved["param_groups"]:
         kept = [k in new for k in group["params"]]
@@ -153,8 +152,14 @@ def _stepped(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
 
 
 def _family(section: Section) -> str:
-    """Which kind of optimizer a state of ours is of, by the names of its moments."""
+    """Which kind of optimizer a state of ours is of, by the names of its moments.
+
+    Raises:
+        Mistake: for one without moments.
+    """
     fields = {word for leaf in section.leaves for word in leaf.path.split(".")}
+    if not fields & {"mu", "nu", "trace"}:
+        raise Mistake("the state has no moments, so there is nothing to convert; make a new optimizer of torch.optim")
     return "adamw" if "nu" in fields else "sgd" if "trace" in fields else "lion"
 
 

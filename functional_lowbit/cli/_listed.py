@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_lowbit import _schema
 from functional_lowbit.cli._mistakes import said
-from functional_lowbit.cli._pending import is_tensor, size_of, take
+from functional_lowbit.cli._pending import Pending, is_tensor, size_of, take
 from functional_lowbit.sharding import local_of
 
 
@@ -23,7 +23,12 @@ class Leaf(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors, as they are stored."""
-        return sum(size_of(x) for x in self.parts.values() if is_tensor(x))
+        return sum(bytes_of(x) for x in self.parts.values() if is_tensor(x))
+
+
+def bytes_of(x: Tensor | Pending) -> int:
+    """Bytes of a tensor, read or not; of the shard that is there, if it is a DTensor."""
+    return size_of(local_of(x) if isinstance(x, Tensor) else x)
 
 
 def described_leaves(entries: Mapping[Any, Any], text: Any, prefix: str) -> tuple[list[Leaf], list[tuple[str, str]]]:

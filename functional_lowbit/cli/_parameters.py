@@ -2,7 +2,8 @@
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ from torch import Tensor
 
 from functional_lowbit._plan_params import planned_params
 from functional_lowbit.cli._mistakes import Mistake, said
-from functional_lowbit.cli._pending import is_tensor
+from functional_lowbit.cli._pending import Pending, is_tensor
 from functional_lowbit.cli._sections import OURS, Section, sections
 from functional_lowbit.cli._stores import open_store
 
 MODEL_KEYS = ("params", "model", "model_state_dict", "state_dict", "module")  # where checkpoints keep a model
 MOMENTS = ("mu", "nu", "trace")  # fields whose leaves have their parameter's shape
 SPEAKER = "plan"
+MOST = 1 << 60  # elements: torch counts the bytes in 63 bits
 
 Params = dict[str, Tensor]
 
@@ -30,9 +32,9 @@ def of_shapes(text: str, dtype: torch.dtype | None) -> Params:
     """
     found: Params = {}
     for i, shape in enumerate(text.split(",")):
-        if not re.fullmatch(r"\d+(x\d+)*", shape.strip()):
+        sizes = [int(size) for size in shape.split("x")] if re.fullmatch(r" *[0-9]+(x[0-9]+)* *", shape) else []
+        if not sizes or prod(sizes) >= MOST:
             raise Mistake(f"--shapes must be sizes joined by x, and shapes by commas, as 1000x512,512; got {text!r}")
-        sizes = [int(size) for size in shape.strip().split("x")]
         found[str(i)] = torch.empty(sizes, dtype=dtype or torch.float32, device="meta")
     return found
 
@@ -61,7 +63,7 @@ def of_path(path: str, dtype: torch.dtype | None, unsafe: bool) -> tuple[Params,
 
 def _of_checkpoint(path: str, dtype: torch.dtype | None, unsafe: bool) -> tuple[Params, list[str]]:
     tree = open_store(path, unsafe).tree
-    found = _model_in(tree)
+    found = _once(_model_in(tree))
     if found:
         return {name: _meta(x.shape, dtype or x.dtype) for name, x in found.items()}, []
     owners: Params = {}
@@ -77,7 +79,7 @@ def _model_in(tree: Any) -> dict[str, Any]:
     if not isinstance(tree, Mapping):
         return {}
     for key in MODEL_KEYS:
-        if isinstance(tree.get(key), Mapping):
+        if isinstance(tree.get(key), (Mapping, list, tuple)) and not is_tensor(tree[key]):
             return _floating(tree[key])
         flat = {n.removeprefix(f"{key}."): x for n, x in tree.items() if str(n).startswith(f"{key}.")}
         if flat:
@@ -85,14 +87,23 @@ def _model_in(tree: Any) -> dict[str, Any]:
     return _floating(tree) if all(is_tensor(x) for x in tree.values()) else {}
 
 
-def _floating(tensors: Mapping[Any, Any]) -> dict[str, Any]:
-    """By name, also those in dicts inside."""
-    found: dict[str, Any] = {}
+def _once(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tied parameters once: in a file of torch.save they share their memory."""
+    found: dict[Any, str] = {}
     for name, x in tensors.items():
-        if isinstance(x, Mapping):
+        place = (x.data_ptr(), x.shape, x.stride()) if isinstance(x, Tensor) and x.layout is torch.strided else 0
+        found.setdefault(place if place and x.numel() and not x.is_meta else name, name)
+    return {name: tensors[name] for name in found.values()}
+
+
+def _floating(tensors: Mapping[Any, Any] | Sequence[Any]) -> dict[str, Any]:
+    """By name, also those in dicts and lists inside."""
+    found: dict[str, Any] = {}
+    for name, x in tensors.items() if isinstance(tensors, Mapping) else enumerate(tensors):
+        if isinstance(x, (Tensor, Pending)):
+            found |= {str(name): x} if x.dtype.is_floating_point else {}
+        elif isinstance(x, (Mapping, list, tuple)):
             found |= {f"{name}.{inner}": kid for inner, kid in _floating(x).items()}
-        elif is_tensor(x) and x.dtype.is_floating_point:
-            found[str(name)] = x
     return found
 
 

@@ -73,7 +73,8 @@ def run(args: argparse.Namespace) -> Result:
             "and --format"
         )
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    params, notes = (of_shapes(args.shapes, dtype), []) if args.shapes else of_path(args.model, dtype, args.unsafe)
+    typed = args.shapes is not None
+    params, notes = (of_shapes(args.shapes, dtype), []) if typed else of_path(args.model, dtype, args.unsafe)
     if not params:
         raise Mistake(f"{args.model!r} has no floating-point parameters")
     mesh = args.mesh or ((args.ranks,) if args.ranks else None)

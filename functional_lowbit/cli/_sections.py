@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from functional_lowbit import _schema
-from functional_lowbit.cli._listed import Leaf, described_leaves, text_of, version_of
-from functional_lowbit.cli._pending import Pending, is_tensor, size_of
+from functional_lowbit.cli._listed import Leaf, bytes_of, described_leaves, text_of, version_of
+from functional_lowbit.cli._pending import Pending, is_tensor
 
 DEPTH = 8  # of dicts inside dicts that are looked into
 BNB_NEST = "__bnb_optimizer_quant_state__"  # where bitsandbytes hides its tensors from FSDP
@@ -51,7 +51,7 @@ def beside(tree: Any) -> list[tuple[str, int, int]]:
     for name, value in tree.items():
         if next(_inside(value, (), 1), None) is None:
             tensors = list(_tensors(value))
-            found.append((str(name), len(tensors), sum(map(size_of, tensors))))
+            found.append((str(name), len(tensors), sum(map(bytes_of, tensors))))
     return found
 
 

@@ -9,12 +9,12 @@ from world import World
 
 import functional_lowbit as fl
 
-ROWS = 33  # 17 of them on the first of two ranks
+ROWS, OWN = 33, 17  # of the whole, and on the first of two ranks
 
 
 def save_own_part(path: str) -> None:
     params = {"w": w.shard(torch.ones(ROWS, 256), w.mesh(2), Shard(0))}
-    torch.save({"optimizer": fl.state_dict(fl.adamw8bit(1e-3).init(params))}, path.format(w.rank()))
+    torch.save({"params": params, "optimizer": fl.state_dict(fl.adamw8bit(1e-3).init(params))}, path.format(w.rank()))
 
 
 @pytest.mark.parametrize("world", [2], indirect=True)
@@ -23,9 +23,12 @@ def test_a_shard_is_inspected_and_not_converted(world: World, capsys, tmp_path):
     file, out = tmp_path / "0.pt", tmp_path / "out.pt"
     ran = command(capsys, "inspect", file)
     assert (ran.status, ran.err) == (0, "")
-    (line,) = [x for x in ran.out.splitlines() if x.startswith("0.mu.w ")]
-    assert line.split()[:5] == ["0.mu.w", "companded8", f"({ROWS},", "256)", "256"]
-    assert len(line.split()) == 6  # bytes, and no numbers behind them
+    lines = ran.out.splitlines()
+    own = OWN * (256 + 4)  # a byte for each code, and a scale for each row
+    assert f"optimizer: fl.state_dict of version {fl.__version__} (functional-lowbit), 3 leaves, 8.85 kB" in lines
+    (line,) = [x for x in lines if x.startswith("0.mu.w ")]
+    assert line.split() == ["0.mu.w", "companded8", f"({ROWS},", "256)", "256", f"{own:,}"]  # no numbers behind it
+    assert "beside it: params (1 tensor, 17.4 kB)" in lines
     assert command(capsys, "convert", file, out, "--to", "root4") == (
         2,
         "",
