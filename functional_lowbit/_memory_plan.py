@@ -31,10 +31,10 @@ def memory_plan(
     Args:
         tx: Any transformation.
         params: A tree of tensors on any device, the meta device included; an `nn.Module`, of which parameters count
-            once and buffers do not; the path of a `.safetensors` file, of a `model.safetensors.index.json`, or of a
-            folder with these (their headers are read; tensors that are not floating-point are left out, with a
-            warning); the path of a Hugging Face `config.json`, of a folder with one, or a config object, which need
-            the package `transformers`.
+            once, frozen ones too, and buffers do not; the path of a `.safetensors` file, of a
+            `model.safetensors.index.json`, or of a folder with these (their headers are read; tensors that are not
+            floating-point are left out, with a warning); the path of a Hugging Face `config.json`, of a folder with
+            one, or a config object, which need the package `transformers`.
         mesh: Ranks along each mesh dimension: 8, (2, 4) or {"replicate": 2, "shard": 4}; or a `DeviceMesh`. None: one
             process, or the mesh of the parameters if they are DTensors.
         placements: One for each mesh dimension, `[Replicate(), Shard(0)]`, or `placements(path, leaf)` that returns

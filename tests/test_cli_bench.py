@@ -68,6 +68,7 @@ def test_shapes(size, number, shape):
     ("argv", "text"),
     [
         (["--device", "quantum"], "--device 'quantum' cannot be used here: "),
+        (["--device", "meta"], "--device 'meta' cannot be used here: "),
         (["--only", "int3"], f"--only 'int3' is in none of the names: torch fused, torch foreach, adamw, {OURS[0]}, "),
     ],
 )

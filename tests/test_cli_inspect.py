@@ -519,6 +519,10 @@ def test_a_truncated_safetensors_file(capsys, tmp_path):
         f"functional-lowbit inspect: {str(file)!r} is truncated: it has {len(stored) - 100} bytes of {len(stored)}, "
         "which '1.0.nu.w.codes' needs\n"
     )
+    file.write_bytes(stored[:3_000] + b"12345678" + stored[3_000:])
+    ran = command(capsys, "inspect", file)
+    text = f"{str(file)!r} has {len(stored) + 8} bytes, and its header tells of {len(stored)}"
+    assert ran == (1, "", f"functional-lowbit inspect: {text}\n")
 
 
 def test_folders_that_are_not_complete(capsys, tmp_path):

@@ -14,7 +14,7 @@ from functional_lowbit.cli._machine import machine
 from functional_lowbit.cli._mistakes import Mistake, said
 from functional_lowbit.cli._output import Result, counted, table
 from functional_lowbit.cli._progress import progress
-from functional_lowbit.cli._timing import Timed, race, warm_up
+from functional_lowbit.cli._timing import Timed, race, synchronize, warm_up
 
 HELP = "time our formats on this machine, beside torch, torchao and bitsandbytes"
 EXAMPLES = """\
@@ -141,6 +141,7 @@ def _chosen(args: argparse.Namespace) -> list[str]:
 
 def _check_device(device: str) -> None:
     try:
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).tolist()  # a device without numbers has no time either
+        synchronize(device)
     except Exception as error:  # torch raises RuntimeError, AssertionError and others
         raise Mistake(f"--device {device!r} cannot be used here: {said(error)[:200]}") from error

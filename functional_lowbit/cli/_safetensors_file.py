@@ -61,6 +61,9 @@ def read_header(path: Path) -> Mapping[str, Any]:
             name: _entry(path, name, entry, length + 8, size) for name, entry in sorted(header.items())
         }
         tree.update(json.loads(metadata.get(NUMBERS, "{}")))
+        end = length + 8 + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if end != size:  # bytes that were inserted have moved those behind them
+            raise Broken(f"{str(path)!r} has {size} bytes, and its header tells of {end}")
     except Broken:
         raise
     except Exception as error:  # a damaged header is any JSON, or none

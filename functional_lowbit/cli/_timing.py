@@ -53,7 +53,7 @@ def seconds_of(contender: Contender, repeats: int, device: str) -> float:
 
 def synchronize(device: str) -> None:
     """Wait until the device has done what it was given."""
-    if device != "cpu":
+    if torch.device(device).type != "cpu":
         torch.accelerator.synchronize()
 
 
