@@ -589,6 +589,10 @@ def test_code_in_a_file_runs_only_if_it_is_trusted(capsys, tmp_path):
     ran = command(capsys, "inspect", "--unsafe", tmp_path / "x.pt")
     assert ran.status == 0
     assert ran.out.startswith("it ran\n")
+    torch.save({"extra": Code()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    ran = command(capsys, "inspect", tmp_path / "old.pt")
+    assert (ran.status, ran.out) == (2, "")
+    assert " holds more than tensors and numbers: print; " in ran.err  # torch leaves out whose it is
 
 
 def test_code_in_a_folder_runs_only_if_it_is_trusted(capsys, tmp_path):

@@ -86,8 +86,10 @@ def _load(place: Path, zipped: bool, unsafe: bool) -> Any:
         return torch.load(place, map_location="cpu", weights_only=not unsafe, mmap=zipped)
     except Exception as error:  # damaged files make torch raise almost anything
         foreign = _foreign(place) if zipped and isinstance(error, pickle.UnpicklingError) else []
+        if not zipped:  # torch lists the names of zip files only
+            foreign = re.findall(r"GLOBAL:? (?:GLOBAL )?([\w.]+)", str(error), re.IGNORECASE)[:1]
         # Its classes may be loaded once they are known; a file's wish alone imports nothing else.
-        if any(name.startswith(f"{TORCHAO}.") for name in foreign) and find_spec(TORCHAO):
+        if zipped and any(name.startswith(f"{TORCHAO}.") for name in foreign) and find_spec(TORCHAO):
             import_module(f"{TORCHAO}.optim")
             if not set(_foreign(place)):
                 return _load(place, zipped, unsafe)
