@@ -310,6 +310,21 @@ def test_switches_that_differ():
         same.load_state_dict(fl.convert.from_torch(theirs, same))
 
 
+def test_switches_that_differ_on_the_way_back():
+    modules = [nn.Parameter(p.clone()) for p in PARAMS.values()]
+    ours = fl.optim.SGD8bit(modules, 0.1, momentum=0.9, maximize=True, backend="eager")
+    theirs = torch.optim.SGD(modules, 0.1, momentum=0.9)
+    for source in (ours, ours.state_dict()):
+        refuses(
+            ValueError,
+            "to_torch: parameter '0' of source has maximize=True, target maximize=False, which cannot change; make the "
+            "target with the other",
+            lambda source=source: fl.convert.to_torch(source, theirs),
+        )
+        fl.convert.to_torch(source, torch.optim.SGD(modules, 0.1, momentum=0.9, maximize=True))
+        fl.convert.to_torch(source)
+
+
 def test_bitsandbytes():
     def convert(entries: dict[str, Any], target: Any = ADAM, **group: Any) -> Callable[[], Any]:
         return lambda: fl.convert.from_bitsandbytes(_saved(entries, {}, **group), target)

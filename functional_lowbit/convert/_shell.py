@@ -72,13 +72,7 @@ def _carried(
     """Hyperparameters of the saved groups under the names that the target's group has numbers for."""
     carried: dict[str, Any] = {}
     for p in members:
-        for name in SWITCHES:
-            theirs, own = groups[p.group].get(name), group.get(name)
-            if isinstance(theirs, bool) and isinstance(own, bool) and theirs != own:
-                raise ValueError(
-                    f"{speaker}: group {p.group} has {name}={theirs}, group {index} of the target {name}={own}, which "
-                    "cannot change; make the target with the other"
-                )
+        same_switches(f"{speaker}: group {p.group}", groups[p.group], f"group {index} of the target", group)
         for name, value in groups[p.group].items():
             value = _number(value)
             fits = name in group and _kind(_number(group[name])) == _kind(value)
@@ -105,3 +99,21 @@ def _number(value: Any) -> Any:
 
 def _kind(value: Any) -> Any:
     return len(value) if isinstance(value, tuple) else type(value)
+
+
+def same_switches(speaker: str, given: Mapping[str, Any], target: str, group: Mapping[str, Any]) -> None:
+    """Refuse a group whose moments are of other things, or are used otherwise, than those that are given.
+
+    Args:
+        speaker: Who speaks in errors, and of what.
+        given: The group that the moments come from.
+        target: What `group` is called in errors.
+        group: The group that they are for.
+    """
+    for name in SWITCHES:
+        theirs, own = given.get(name), group.get(name)
+        if isinstance(theirs, bool) and isinstance(own, bool) and theirs != own:
+            raise ValueError(
+                f"{speaker} has {name}={theirs}, {target} {name}={own}, which cannot change; make the target with the "
+                "other"
+            )

@@ -1,6 +1,7 @@
 """to_torch: a state of ours as the state_dict of a torch.optim optimizer."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from functional_lowbit.convert._own import ENTRIES, is_own, is_own_state, kept_o
 from functional_lowbit.convert._place import Place, own_groups, place_of
 from functional_lowbit.convert._read import read_step
 from functional_lowbit.convert._saved import SavedParam, unflattened
-from functional_lowbit.convert._shell import params_in_order
+from functional_lowbit.convert._shell import params_in_order, same_switches
 from functional_lowbit.convert._slots import Slots, find_slots, listed, named_leaves
 from functional_lowbit.optim._optimizer import Optimizer
 
@@ -34,6 +35,7 @@ class Source(NamedTuple):
     params: Mapping[str, Tensor | None]  # all, by name and in order; None where they are not known
     owners: dict[str, Owner]
     place: Place | None = None  # its own groups, if they have all hyperparameters
+    groups: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # the group of each parameter, where there are any
 
 
 def to_torch(
@@ -96,7 +98,9 @@ def to_torch(
     makers = {}
     for name, p in found.items():
         if name in given.owners:  # a mask may have left out the others
-            makers[p.number] = _checked(given.owners[name], p, place.groups[p.group], damped)
+            group = place.groups[p.group]
+            same_switches(f"{SPEAKER}: parameter {name!r} of source", given.groups.get(name, {}), "target", group)
+            makers[p.number] = _checked(given.owners[name], p, group, damped)
     state = {}
     for number, (moments, step) in sorted(makers.items()):
         made: dict[str, Any] = {} if step is None else {"step": torch.tensor(float(step), dtype=torch.float32)}
@@ -114,17 +118,21 @@ def _source(source: Any, params: Tree, entries: Mapping[str, str]) -> Source:
         for tree in source._trees:
             _interrupted.refuse(SPEAKER, tree.state)
             owners.update(_owners(find_slots(tree.state), entries))
-        return Source(known, owners, own_groups(SPEAKER, source.state_dict()["param_groups"]))
+        members = [group for group in source.param_groups for _ in group["params"]]
+        place = own_groups(SPEAKER, source.state_dict()["param_groups"])
+        return Source(known, owners, place, dict(zip(known, members, strict=True)))
     if is_own(source):
         saved = saved_of_own(SPEAKER, source)
-        owners = {}
+        owners, groups = {}, source.get("param_groups", ())
+        own: dict[str, Mapping[str, Any]] = {}
         for p in saved.params:
             moments = {entries[f]: kept_of(x) for f, x in p.entries.items() if f in entries}
             if moments:
                 name = str(p.number) if p.name is None else p.name
                 owners[name] = Owner(moments, read_step(SPEAKER, p))
-        place = own_groups(SPEAKER, source["param_groups"]) if "param_groups" in source else None
-        return Source(dict.fromkeys(owners), owners, place)
+                own[name] = groups[p.group] if groups else {}
+        place = own_groups(SPEAKER, groups) if groups else None
+        return Source(dict.fromkeys(owners), owners, place, own)
     _interrupted.refuse(SPEAKER, source)
     slots = find_slots(source)
     known = dict.fromkeys(slots.owners()) if params is None else dict(named_leaves(params))
