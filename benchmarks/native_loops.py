@@ -15,25 +15,25 @@ from pathlib import Path
 import torch
 
 import functional_lowbit as fl
-from functional_lowbit import _cpp_library
+from functional_lowbit._core.cpp import library
 
 
 def sources(format: str) -> list[str]:
     """The C++ that a step of AdamW with moments in this format is made of."""
     found: list[str] = []
-    load = _cpp_library.load
+    load = library.load
 
     def noted(source: str):
         found.append(source)
         return load(source)
 
-    _cpp_library.load = noted
+    library.load = noted
     try:
         params = {"w": torch.ones(64, 256)}
         tx = fl.adamw8bit(1e-3, format=format)
         fl.compile(tx, backend="native")(params, tx.init(params), params)
     finally:
-        _cpp_library.load = load
+        library.load = load
     return found
 
 
@@ -42,7 +42,7 @@ def loops(source: str) -> list[list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         text, made = Path(folder, "kernel.cpp"), Path(folder, "kernel.s")
         text.write_text(source)
-        subprocess.run(["g++", *_cpp_library.FLAGS, "-S", str(text), "-o", str(made)], check=True)
+        subprocess.run(["g++", *library.FLAGS, "-S", str(text), "-o", str(made)], check=True)
         lines = made.read_text().splitlines()
     labels = {line[:-1]: i for i, line in enumerate(lines) if re.match(r"\.L\d+:$", line)}
     found = []

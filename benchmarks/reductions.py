@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 import functional_lowbit as fl
-from functional_lowbit._guard import Guard
+from functional_lowbit._core.leafwise.guard import Guard
 
 TURNS = 15
 

@@ -5,15 +5,12 @@ from functional_lowbit import (
     convert as convert,
     formats as formats,
     optim as optim,
-    plot as plot,
-    reduce as reduce,
     rounding as rounding,
     schedules as schedules,
     sharding as sharding,
     tree as tree,
 )
-from functional_lowbit._apply import apply_updates as apply_updates
-from functional_lowbit._base import (
+from functional_lowbit._core.contract.base import (
     EmptyState as EmptyState,
     GradientTransformation as GradientTransformation,
     NonNegative as NonNegative,
@@ -21,27 +18,28 @@ from functional_lowbit._base import (
     Statistic as Statistic,
     StepState as StepState,
 )
-from functional_lowbit._checkpoint import load_state_dict as load_state_dict, state_dict as state_dict
-from functional_lowbit._compile import compile as compile
-from functional_lowbit._describe import describe as describe
-from functional_lowbit._leafwise import leafwise as leafwise
-from functional_lowbit._low_bit import low_bit as low_bit
-from functional_lowbit._memory_plan import memory_plan as memory_plan
-from functional_lowbit._norm import global_norm as global_norm
-from functional_lowbit._numerics import sqrt as sqrt
-from functional_lowbit._offload import offload as offload
-from functional_lowbit._quantized import QuantizedTensor as QuantizedTensor, quantize as quantize
+from functional_lowbit._core.contract.masked_node import MaskedNode as MaskedNode
+from functional_lowbit._core.leafwise import reduce as reduce
+from functional_lowbit._core.leafwise.leafwise import leafwise as leafwise
+from functional_lowbit._core.leafwise.norm import global_norm as global_norm
+from functional_lowbit._core.report import plot as plot
+from functional_lowbit._core.report.describe import describe as describe
+from functional_lowbit._core.report.memory_plan import memory_plan as memory_plan
+from functional_lowbit._core.report.recorded import (
+    QuantizationErrorState as QuantizationErrorState,
+    recorded_quantization_error as recorded_quantization_error,
+)
+from functional_lowbit._core.state.masters import MasterWeightsState as MasterWeightsState
+from functional_lowbit._core.state.quantized import QuantizedTensor as QuantizedTensor, quantize as quantize
+from functional_lowbit._core.step.apply import apply_updates as apply_updates
+from functional_lowbit._core.step.compile import compile as compile
 from functional_lowbit._version import __version__ as __version__
+from functional_lowbit.checkpoint._state_dict import load_state_dict as load_state_dict, state_dict as state_dict
+from functional_lowbit.formats._exact import sqrt as sqrt
 from functional_lowbit.transforms._adam import (
     ScaleByAdamState as ScaleByAdamState,
     adam as adam,
-    adam4bit as adam4bit,
-    adam8bit as adam8bit,
-    adamfp8 as adamfp8,
     adamw as adamw,
-    adamw4bit as adamw4bit,
-    adamw8bit as adamw8bit,
-    adamwfp8 as adamwfp8,
     scale_by_adam as scale_by_adam,
 )
 from functional_lowbit.transforms._centralize import centralize as centralize
@@ -73,19 +71,13 @@ from functional_lowbit.transforms._inject import (
 from functional_lowbit.transforms._lion import (
     ScaleByLionState as ScaleByLionState,
     lion as lion,
-    lion8bit as lion8bit,
     scale_by_lion as scale_by_lion,
 )
-from functional_lowbit.transforms._masked import MaskedNode as MaskedNode, MaskedState as MaskedState, masked as masked
-from functional_lowbit.transforms._master import (
-    MasterWeightsState as MasterWeightsState,
-    master_params as master_params,
-    master_weights as master_weights,
-)
-from functional_lowbit.transforms._multi_steps import (
-    MultiStepsState as MultiStepsState,
-    multi_steps as multi_steps,
-)
+from functional_lowbit.transforms._low_bit import low_bit as low_bit
+from functional_lowbit.transforms._masked import MaskedState as MaskedState, masked as masked
+from functional_lowbit.transforms._master import master_params as master_params, master_weights as master_weights
+from functional_lowbit.transforms._multi_steps import MultiStepsState as MultiStepsState, multi_steps as multi_steps
+from functional_lowbit.transforms._offload import offload as offload
 from functional_lowbit.transforms._orthogonalize import (
     ScaleByMuonState as ScaleByMuonState,
     orthogonalize as orthogonalize,
@@ -96,16 +88,24 @@ from functional_lowbit.transforms._partition import (
     multi_transform as multi_transform,
     partition as partition,
 )
+from functional_lowbit.transforms._recipes import (
+    adam4bit as adam4bit,
+    adam8bit as adam8bit,
+    adamfp8 as adamfp8,
+    adamw4bit as adamw4bit,
+    adamw8bit as adamw8bit,
+    adamwfp8 as adamwfp8,
+    lion8bit as lion8bit,
+    sgd8bit as sgd8bit,
+)
 from functional_lowbit.transforms._record_error import (
-    QuantizationErrorState as QuantizationErrorState,
     quantization_error as quantization_error,
     record_quantization_error as record_quantization_error,
-    recorded_quantization_error as recorded_quantization_error,
 )
 from functional_lowbit.transforms._scale import (
     scale as scale,
     scale_by_learning_rate as scale_by_learning_rate,
     scale_by_schedule as scale_by_schedule,
 )
-from functional_lowbit.transforms._sgd import TraceState as TraceState, sgd as sgd, sgd8bit as sgd8bit, trace as trace
+from functional_lowbit.transforms._sgd import TraceState as TraceState, sgd as sgd, trace as trace
 from functional_lowbit.transforms._trust_ratio import scale_by_trust_ratio as scale_by_trust_ratio

@@ -1,3 +1,6 @@
-"""The version, in the one place that packaging and checkpoints read."""
+"""The version, in the one place that packaging and checkpoints read.
+
+Imports: nothing
+"""
 
 __version__ = "0.1.0"

@@ -3,6 +3,8 @@
 A key is an int64 number. `fold_in` makes new keys from old ones: one for each step, and from that one for each leaf. An
 element's noise is a hash of its leaf's key and of its index in the whole leaf, so that every rank, every world size,
 every device and every resumed run rounds it alike. Everything is elementwise arithmetic on integers that wrap.
+
+Imports: nothing
 """
 
 import hashlib

@@ -1,4 +1,7 @@
-"""Schedules: functions of the step, counted from 0. Each takes int64[] and returns float64[] on the same device."""
+"""Schedules: functions of the step, counted from 0. Each takes int64[] and returns float64[] on the same device.
+
+Imports: _core.contract
+"""
 
 import math
 from collections.abc import Sequence
@@ -7,8 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from functional_lowbit import _check
-from functional_lowbit._base import Schedule
+from functional_lowbit._core.contract import refuse
+from functional_lowbit._core.contract.base import Schedule
 
 
 def constant_schedule(value: float) -> Schedule:
@@ -25,7 +28,7 @@ def constant_schedule(value: float) -> Schedule:
         >>> fl.schedules.constant_schedule(0.1)(torch.tensor(5))
         tensor(0.1000, dtype=torch.float64)
     """
-    _check.hyperparameter("constant_schedule", "value", value)
+    refuse.hyperparameter("constant_schedule", "value", value)
     return lambda step: torch.full_like(_as_float(step), value)
 
 
@@ -185,4 +188,4 @@ def _check_steps(speaker: str, name: str, value: int, at_least: int) -> None:
 
 def _check_values(speaker: str, **values: float) -> None:
     for name, value in values.items():
-        _check.hyperparameter(speaker, name, value)
+        refuse.hyperparameter(speaker, name, value)

@@ -1,4 +1,7 @@
-"""Arithmetic on whole trees of tensors, for those who write their own transformations."""
+"""Arithmetic on whole trees of tensors, for those who write their own transformations.
+
+Imports: _core.leafwise, _optree
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit import _tree
-from functional_lowbit._base import Tree
-from functional_lowbit._norm import global_norm
+from functional_lowbit import _optree
+from functional_lowbit._core.leafwise.norm import global_norm
+from functional_lowbit._optree import Tree
 
 norm = global_norm  # under optax's name
 
@@ -21,7 +24,7 @@ def map(function: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
         >>> fl.tree.map(lambda a, b: a * b, {"w": torch.tensor(2.0)}, {"w": torch.tensor(3.0)})
         {'w': tensor(6.)}
     """
-    return _tree.map_leaves(function, tree, *rests)
+    return _optree.map_leaves(function, tree, *rests)
 
 
 def add(a: Tree, b: Tree) -> Tree:
@@ -32,7 +35,7 @@ def add(a: Tree, b: Tree) -> Tree:
         >>> fl.tree.add([torch.tensor(1.0)], [torch.tensor(2.0)])
         [tensor(3.)]
     """
-    return _tree.map_leaves(torch.add, a, b)
+    return _optree.map_leaves(torch.add, a, b)
 
 
 def sub(a: Tree, b: Tree) -> Tree:
@@ -43,7 +46,7 @@ def sub(a: Tree, b: Tree) -> Tree:
         >>> fl.tree.sub([torch.tensor(1.0)], [torch.tensor(2.0)])
         [tensor(-1.)]
     """
-    return _tree.map_leaves(torch.sub, a, b)
+    return _optree.map_leaves(torch.sub, a, b)
 
 
 def scale(factor: float | Tensor, tree: Tree) -> Tree:
@@ -54,7 +57,7 @@ def scale(factor: float | Tensor, tree: Tree) -> Tree:
         >>> fl.tree.scale(2.0, [torch.tensor(1.0)])
         [tensor(2.)]
     """
-    return _tree.map_leaves(lambda x: (factor * x).to(x.dtype), tree)
+    return _optree.map_leaves(lambda x: (factor * x).to(x.dtype), tree)
 
 
 def zeros_like(tree: Tree, dtype: torch.dtype | None = None) -> Tree:
@@ -65,7 +68,7 @@ def zeros_like(tree: Tree, dtype: torch.dtype | None = None) -> Tree:
         >>> fl.tree.zeros_like([torch.ones(2)])
         [tensor([0., 0.])]
     """
-    return _tree.map_leaves(lambda x: torch.zeros_like(x, dtype=dtype), tree)
+    return _optree.map_leaves(lambda x: torch.zeros_like(x, dtype=dtype), tree)
 
 
 def cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
@@ -76,4 +79,4 @@ def cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
         >>> fl.tree.cast([torch.ones(1), torch.tensor(3)], torch.bfloat16)
         [tensor([1.], dtype=torch.bfloat16), tensor(3)]
     """
-    return _tree.map_leaves(lambda x: x.to(dtype) if dtype is not None and x.is_floating_point() else x, tree)
+    return _optree.map_leaves(lambda x: x.to(dtype) if dtype is not None and x.is_floating_point() else x, tree)

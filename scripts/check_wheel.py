@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINK = ROOT / "functional_lowbit" / "transforms"
 DECLARED = {"torch", "optree", "functional_lowbit"}  # keep equal to `dependencies` in pyproject.toml
 OPTIONAL = {  # imported inside a function only
-    "functional_lowbit/_safetensors.py": {"safetensors"},
+    "functional_lowbit/checkpoint/_safetensors.py": {"safetensors"},
     "functional_lowbit/cli/_stores.py": {"torchao"},
 }
 

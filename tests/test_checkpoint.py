@@ -20,8 +20,8 @@ from helpers import clone, leaves, random_like, refuses, run_pure, run_step, sam
 from torch import nn
 
 import functional_lowbit as fl
-from functional_lowbit._quantized import encode
-from functional_lowbit._reading import write_again
+from functional_lowbit._core.state.quantized import encode
+from functional_lowbit.checkpoint._reading import write_again
 
 
 def _params() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from helpers import clone, random_like, refuses, run_pure, run_step, same
 from torch import nn
 
 import functional_lowbit as fl
-from functional_lowbit import _folder
+from functional_lowbit.checkpoint import _folder
 
 
 def _params() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from helpers import averaged, refuses
 from torch import nn
 
 import functional_lowbit as fl
-from functional_lowbit import _interrupted
+from functional_lowbit._core.contract import interrupted
 
 PARAMS = {"w": torch.ones(2, 3), "b": torch.ones(3)}
 ADAM = fl.adam(0.1).init(PARAMS)
@@ -453,7 +453,7 @@ def test_two_leaves_of_one_field_in_a_file_of_ours():
 
 def test_an_interrupted_state_is_refused():
     state = fl.adam(0.1).init(PARAMS)
-    _interrupted.mark(state, KeyboardInterrupt())
+    interrupted.mark(state, KeyboardInterrupt())
     refuses(
         RuntimeError,
         "to_torch: an earlier step in place was interrupted (KeyboardInterrupt), so that this state and its parameters "

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from functional_lowbit._grid import Grid, grid_of, lead_of
+from functional_lowbit.formats._grid import Grid, grid_of, lead_of
 
 SHAPES = st.one_of(
     st.just(()),

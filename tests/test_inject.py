@@ -291,7 +291,7 @@ def test_what_cannot_be_made_is_refused():
     refuses(
         TypeError,
         f"{SPEAKER}: inner_factory must take its arguments by name, but has *transformations: "
-        "functional_lowbit._base.GradientTransformation; wrap it in a function that does",
+        "functional_lowbit._core.contract.base.GradientTransformation; wrap it in a function that does",
         lambda: fl.inject_hyperparams(fl.chain),
     )
     refuses(

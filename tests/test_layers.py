@@ -1,9 +1,14 @@
-"""The floors: imports point down, each foreign library has one door, and every public name shows how it is used."""
+"""The rooms: imports point down, each foreign library has one door, and every public name shows how it is used.
+
+A room is a folder with an `__init__.py`, or a module beside the folders at the top. Its docstring ends with a line
+`Imports: ...` that names the rooms it imports from; a new file in a room needs no entry anywhere.
+"""
 
 import ast
 import doctest
 import importlib
 import inspect
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,75 +16,18 @@ import pytest
 import functional_lowbit as fl
 
 PACKAGE = Path(fl.__file__).parent
-# Floor, and the modules on it, each one above the highest that it imports.
-FLOORS = """
- 0  _base _chunks _cpp_library _cpp_ops _cpp_text _error_report _grid _guard _headers _lanes _lock _model_config
-    _numerics _ranks _report _split _stream_plan _version cli._arguments cli._machine cli._mistakes cli._output
-    cli._pending cli._progress convert._saved formats._format optim._orphans optim._same_groups rounding
-    transforms
- 1  _cpp_norm _cpp_source _folder _recipe _staging _tree cli._same convert._match convert._place
-    formats.companded formats.dynamic formats.floats formats.fp8 formats.root4
- 2  _interrupted _parts _per_leaf _streamed cli._folders formats sharding
- 3  _check _collectives _current _index _plan_params _planned_mesh _quantized _task convert._blocks
- 4  _describe _exact_sum _like_params _noise _norm _schema _statistics _whole cli._numbers optim._hyper
-    schedules
- 5  _apply _donate _low_bit _memory_plan _observing _reading _rule cli._foreign cli._listed optim._groups reduce
-    transforms._finite transforms._masked transforms._master tree
- 6  _checkpoint _kernel _leafwise _program cli._leaves cli._sections convert._kept convert._slots optim._options
-    transforms._inject transforms._multi_steps transforms._partition
- 7  _native _quantization_error _renewal _run _safetensors convert._read optim._entries transforms._centralize
-    transforms._chain transforms._clip transforms._decay transforms._factored transforms._freeze
-    transforms._scale transforms._trust_ratio
- 8  _backends _begin _finish _offload checkpoint cli._safetensors_file convert._bitsandbytes convert._flashoptim
-    convert._masters convert._own convert._torchao transforms._adam transforms._lion transforms._orthogonalize
-    transforms._record_error transforms._sgd
- 9  _launch cli._stores convert._fill convert._library optim._rules plot
-10  _compile cli._inspect cli._parameters
-11  optim._param_tree
-12  optim._saved
-13  optim._optimizer
-14  convert._shell optim._ready
-15  convert._into convert._to_torch optim._adam optim._lion optim._sgd
-16  convert._from optim
-17  convert
-18  functional_lowbit
-19  cli._contenders cli._recipes cli._reformat cli._rewritten
-20  cli._conversions cli._plan cli._timing
-21  cli._bench cli._convert
-22  cli._main
-23  __main__ cli
-"""
-
-
-def _floor_of() -> dict[str, int]:
-    """Module name without the package's, to floor. What users import is the empty name."""
-    found: dict[str, int] = {}
-    floor = 0
-    for word in FLOORS.split():
-        if word.isdigit():
-            floor = int(word)
-        else:
-            found[word if word != "functional_lowbit" else ""] = floor
-    return found
-
-
-FLOOR_OF = _floor_of()
-DOORS = {  # who may use what
+DOORS = {  # who may import what: a module, or all of a room
     "torch.distributed": {
         "sharding",
-        "_planned_mesh",
-        "_collectives",
-        "_reading",
-        "_ranks",
-        "_folder",
-        "_safetensors",
         "checkpoint",
+        "_core.report.planned_mesh",
         "cli._folders",  # it reads a checkpoint one entry after the other
     },
-    "safetensors": {"_safetensors"},
-    "optree": {"_tree"},
-    "torch._dynamo": {"_backends"},
-    "torch.utils._pytree": {"_tree"},
+    "safetensors": {"checkpoint._safetensors"},
+    "optree": {"_optree"},
+    "torch._dynamo": {"_core.step.backends"},
+    "torch.compile": {"_core.step.backends"},
+    "torch.utils._pytree": {"_optree"},
 }
 
 
@@ -94,7 +42,16 @@ def _files() -> dict[str, Path]:
 
 FILES = _files()
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+FOLDERS = {name for name, path in FILES.items() if path.name == "__init__.py"}
 EACH = pytest.mark.parametrize("name", TREES, ids=lambda name: name or "functional_lowbit")
+
+
+def _room(name: str) -> str:
+    """The room of a module; the names that users import are the room without a name."""
+    return name if name in FOLDERS or "." not in name else name.rpartition(".")[0]
+
+
+ROOMS = sorted({_room(name) for name in FILES})
 
 
 def _imports(tree: ast.AST) -> list[str]:
@@ -119,57 +76,91 @@ def _ours(name: str) -> list[str]:
     ]
 
 
-def test_every_file_has_a_floor():
-    assert sorted(FILES) == sorted(FLOOR_OF)
-    assert len(FILES) > 20
+def _used(room: str) -> set[str]:
+    """The rooms that a room imports from."""
+    return {_room(other) for name in FILES if _room(name) == room for other in _ours(name)} - {room}
+
+
+def _named(room: str) -> set[str]:
+    """The rooms that the last line of a room's docstring names."""
+    _, mark, rooms = (ast.get_docstring(TREES[room]) or "").rpartition("\n\nImports: ")
+    assert mark, f"the docstring of {room} must end with a line `Imports: ...`"
+    return {"" if name == "functional_lowbit" else name for name in rooms.replace("\n", " ").split(", ")} - {"nothing"}
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if room not in ("", "__main__")])
+def test_a_room_says_what_it_imports(room):
+    assert _named(room) == _used(room)
+
+
+def test_imports_run_in_no_circle():
+    order = list(TopologicalSorter({room: _used(room) for room in ROOMS}).static_order())  # raises for a circle
+    assert len(order) == len(ROOMS)
+    within = {name: {other for other in _ours(name) if _room(other) == _room(name)} for name in FILES}
+    list(TopologicalSorter(within).static_order())
+
+
+def test_the_house_stays_small():
+    top = {name.split(".")[0] for name in FILES} - {"", "__main__"}
+    folders = top & FOLDERS
+    assert len(folders) <= 8
+    assert len(top - folders) <= 6
+    assert len(ROOMS) <= 21
+    lines = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
+    assert {name: n for name, n in lines.items() if n > 250} == {}
+    assert sorted(lines.values())[len(lines) // 2] <= 120
 
 
 @EACH
-def test_imports_point_down(name):
-    for other in _ours(name):
-        assert FLOOR_OF[other] < FLOOR_OF[name], f"{name} must not import {other}"
+def test_a_function_is_short(name):
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+            assert not body or body[-1].end_lineno - body[0].lineno < 60, f"{node.name} is too long"
+
+
+def _may_use(name: str, library: str) -> bool:
+    return any(name == door or name.startswith(door + ".") for door in DOORS[library])
 
 
 @EACH
 def test_each_foreign_library_has_its_doors(name):
     for imported in _imports(TREES[name]):
-        for library, doors in DOORS.items():
+        for library in DOORS:
             if imported == library or imported.startswith(library + "."):
-                assert name in doors, f"{name} must not import {imported}"
+                assert _may_use(name, library), f"{name} must not import {imported}"
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Attribute):
             text = ast.unparse(node)
-            assert not (text == "torch.compile" and name != "_backends")
-            assert not (text.startswith("torch.distributed") and name not in DOORS["torch.distributed"])
-            assert not (text.startswith("torch._dynamo") and name != "_backends")
+            for library in ("torch.compile", "torch.distributed", "torch._dynamo"):
+                assert not (text == library or text.startswith(library + ".")) or _may_use(name, library)
 
 
 @EACH
 def test_a_name_comes_from_the_module_that_defines_it(name):
+    """Or from the package that shows it: `formats`, `sharding` and `checkpoint` are names that users type."""
     for node in ast.walk(TREES[name]):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("functional_lowbit"):
             continue
         module = importlib.import_module(node.module or "")
         for alias in node.names:
             value = getattr(module, alias.name)
-            where = getattr(value, "__module__", None)
-            is_ours = str(where).startswith("functional_lowbit")
-            if is_ours and (inspect.isclass(value) or inspect.isfunction(value)) and name != "formats":
-                # formats is a package that users see: Format and Codec are its names, wherever they are written.
-                assert where == node.module or (node.module, where) == (
-                    "functional_lowbit.formats",
-                    "functional_lowbit.formats._format",
-                )
+            where = str(getattr(value, "__module__", None))
+            if where.startswith("functional_lowbit") and (inspect.isclass(value) or inspect.isfunction(value)):
+                inside = where.startswith(f"{node.module}.") and _room(name) != _room(where.partition(".")[2])
+                assert where == node.module or inside
 
 
-@pytest.mark.parametrize("name", ["", "convert", "optim", "transforms"])
+@pytest.mark.parametrize("name", sorted(FOLDERS))
 def test_an_init_file_exports_and_does_nothing_else(name):
     for node in TREES[name].body:
         if isinstance(node, ast.Expr):
             assert isinstance(node.value, ast.Constant)  # the docstring
             continue
+        if name == "formats" and not isinstance(node, ast.ImportFrom):
+            continue  # the table of formats and its two functions
         assert isinstance(node, ast.ImportFrom)
-        assert all(alias.name == alias.asname for alias in node.names), "`X as X` only"
+        assert name == "formats" or all(alias.name == alias.asname for alias in node.names), "`X as X` only"
 
 
 @EACH

@@ -10,7 +10,7 @@ from hypothesis import example, given, strategies as st
 from torch import Tensor
 
 import functional_lowbit as fl
-from functional_lowbit._split import read_master, step_to, write_master
+from functional_lowbit.formats._halves import read_master, step_to, write_master
 
 HALVES = (torch.bfloat16, torch.float16)
 EACH_HALF = pytest.mark.parametrize("dtype", HALVES, ids=str)

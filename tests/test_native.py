@@ -15,8 +15,8 @@ from helpers import clone, random_like, refuses, run_pure, run_step, same
 from torch import Tensor
 
 import functional_lowbit as fl
-from functional_lowbit import _rule
-from functional_lowbit._cpp_norm import square_bins
+from functional_lowbit._core.cpp.norm import square_bins
+from functional_lowbit._core.leafwise import rule, update
 
 
 class Two(NamedTuple):
@@ -81,8 +81,8 @@ def _blocks(n: int, b: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_has_the_bits_of_torch(name, monkeypatch):
     # The largest of a block is for formats; a leaf function that takes it is refused, but reaches the generator.
-    monkeypatch.setattr(_rule, "check_elementwise", lambda *args: True)
-    monkeypatch.setattr(_rule, "can_watch", lambda: False)
+    monkeypatch.setattr(rule, "check_elementwise", lambda *args: True)
+    monkeypatch.setattr(update, "can_watch", lambda: False)
     function = OPERATIONS[name]
 
     def leaf(g: Tensor, s: Two, p: Tensor, c: Any) -> Any:

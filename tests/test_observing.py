@@ -8,9 +8,9 @@ from helpers import clone, leaves, random_like, run_pure, run_step, same
 from torch import Tensor
 
 import functional_lowbit as fl
-from functional_lowbit._like_params import rest_in_float32
-from functional_lowbit._observing import Observing
-from functional_lowbit._parts import init_with
+from functional_lowbit._core.state.observing import Observing
+from functional_lowbit._core.state.parts import init_with
+from functional_lowbit._core.state.resting import rest_in_float32
 
 PARAMS = {"w": torch.empty(64, 65), "b": torch.empty(3)}
 

@@ -16,11 +16,11 @@ from hypothesis import given, settings, strategies as st
 from threads import Threads
 
 import functional_lowbit as fl
-from functional_lowbit import _staging, _stream_plan
-from functional_lowbit._grid import grid_of
-from functional_lowbit._lanes import InOrder
-from functional_lowbit._offload import offloaded
-from functional_lowbit._program import LeafOp
+from functional_lowbit._core.state.lanes import InOrder
+from functional_lowbit._core.step import staging, stream_plan
+from functional_lowbit._core.step.program import LeafOp
+from functional_lowbit.formats._grid import grid_of
+from functional_lowbit.transforms._offload import offloaded
 
 SIZE = 30_000  # bytes of a buffer: w, of 98304 elements, takes seven and more in every format but the smallest
 SIZES = st.lists(st.integers(0, 100), max_size=12)
@@ -29,10 +29,10 @@ SIZES = st.lists(st.integers(0, 100), max_size=12)
 # The plan
 
 
-def disorders(plan: _stream_plan.Plan, seed: int) -> list[str]:
+def disorders(plan: stream_plan.Plan, seed: int) -> list[str]:
     """What goes wrong if each lane does its work in order, and begins and ends it whenever the waits let it."""
     chance = random.Random(seed)
-    waiting = {lane: [i for i, op in enumerate(plan.ops) if op.lane == lane] for lane in _stream_plan.LANES}
+    waiting = {lane: [i for i, op in enumerate(plan.ops) if op.lane == lane] for lane in stream_plan.LANES}
     running: list[int] = []
     over: set[int] = set()
     held: dict[int, int] = {}  # bundle in each buffer, from the beginning of its copy-in to the end of its copy-out
@@ -66,10 +66,10 @@ def disorders(plan: _stream_plan.Plan, seed: int) -> list[str]:
 @given(SIZES, st.integers(1, 100), st.integers(0, 2**32))
 @settings(max_examples=200)
 def test_a_plan_never_overwrites_what_is_still_needed(sizes, room, seed):
-    plan = _stream_plan.plan(sizes, room)
+    plan = stream_plan.plan(sizes, room)
     assert [i for bundle in plan.bundles for i in bundle] == list(range(len(sizes)))
     assert sorted((op.lane, op.bundle) for op in plan.ops) == sorted(
-        (lane, k) for lane in _stream_plan.LANES for k in range(len(plan.bundles))
+        (lane, k) for lane in stream_plan.LANES for k in range(len(plan.bundles))
     )
     for k, bundle in enumerate(plan.bundles):
         total = sum(sizes[i] for i in bundle)
@@ -80,9 +80,9 @@ def test_a_plan_never_overwrites_what_is_still_needed(sizes, room, seed):
     assert disorders(plan, seed) == []
 
 
-@pytest.mark.parametrize("lane", _stream_plan.LANES)
+@pytest.mark.parametrize("lane", stream_plan.LANES)
 def test_each_wait_of_a_plan_is_needed(lane):
-    plan = _stream_plan.plan([1] * 5, 1)
+    plan = stream_plan.plan([1] * 5, 1)
     ops = tuple(op._replace(after=None) if op.lane == lane else op for op in plan.ops)
     assert any(disorders(plan._replace(ops=ops), seed) for seed in range(100))
 
@@ -91,7 +91,7 @@ ORDER = ["in0", "in1", "run0", "out0", "in2", "run1", "out1", "run2", "out2"]
 
 
 def test_the_next_copy_is_queued_before_the_kernel():
-    plan = _stream_plan.plan([3, 3, 3, 9], 6)
+    plan = stream_plan.plan([3, 3, 3, 9], 6)
     assert plan.bundles == (range(2), range(2, 3), range(3, 4))
     assert plan.buffers == (9, 3)
     assert [f"{op.lane}{op.bundle}" for op in plan.ops] == ORDER
@@ -107,7 +107,7 @@ def test_pieces_are_parts_of_a_leaf_and_no_larger_than_asked(shape, block_size, 
     if grid is not None:
         tensors.append(torch.arange(grid.n_blocks).view(-1, 1))
         shaped.append(False)
-    pieces = list(_staging.pieces(_staging.Leaf(grid, tuple(tensors)), shaped, size))
+    pieces = list(staging.pieces(staging.Leaf(grid, tuple(tensors)), shaped, size))
     assert torch.equal(torch.cat([p.tensors[0].reshape(-1) for p in pieces]), x.view(-1))
     for p in pieces:
         least = 1 if grid is None else grid.block if len(shape) < 2 or grid.rows == shape[0] else x[0].numel()

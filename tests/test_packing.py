@@ -8,7 +8,7 @@ from format_table import assert_same, codec
 from helpers import random_like, run_pure, run_step, same
 
 import functional_lowbit as fl
-from functional_lowbit._quantized import zeros
+from functional_lowbit._core.state.quantized import zeros
 from functional_lowbit.formats._format import pack, unpack
 
 SHAPES = ((3,), (5, 7), (33, 129), (1, 1), (0, 4), (4, 0), (), (2, 3, 43), (4, 513))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import functional_lowbit as fl
-from functional_lowbit._planned_mesh import PlannedMesh, on_rank
+from functional_lowbit._core.report.planned_mesh import PlannedMesh, on_rank
 
 LAYERS, WIDTH, HIDDEN, VOCABULARY = 32, 4096, 11008, 32000
 

@@ -7,7 +7,7 @@ import torch
 from helpers import random_like, refuses
 
 import functional_lowbit as fl
-from functional_lowbit import plot
+from functional_lowbit._core.report import plot
 
 PARAMS = {"w": torch.zeros(33, 257), "v": torch.zeros(64, 128), "b": torch.zeros(7)}
 

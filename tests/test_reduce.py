@@ -13,7 +13,7 @@ from helpers import leaves, random_like, refuses, run_pure, run_step, same
 from torch import Tensor
 
 import functional_lowbit as fl
-from functional_lowbit._exact_sum import exact_sum
+from functional_lowbit._core.leafwise.exact_sum import exact_sum
 
 # What is declared elementwise ----------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from helpers import averaged, random_like, refuses, run_pure, same
 from torch import Tensor
 
 import functional_lowbit as fl
-from functional_lowbit._renewal import same as same_value
+from functional_lowbit._core.step.renewal import same as same_value
 
 PARAMS = {"w": torch.empty(64, 65), "b": torch.empty(3)}
 

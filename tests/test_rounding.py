@@ -10,7 +10,7 @@ from torch import Tensor
 
 import functional_lowbit as fl
 from functional_lowbit import rounding
-from functional_lowbit._index import global_index
+from functional_lowbit.sharding._index import global_index
 
 HALVES = (torch.bfloat16, torch.float16)
 EACH_HALF = pytest.mark.parametrize("dtype", HALVES, ids=str)

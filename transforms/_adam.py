@@ -4,12 +4,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from functional_lowbit import _check
-from functional_lowbit._base import GradientTransformation, Hyper, NonNegative, Signed
-from functional_lowbit._leafwise import leafwise
-from functional_lowbit._low_bit import FormatChoice, Where, low_bit
-from functional_lowbit._numerics import sqrt
-from functional_lowbit._recipe import with_format
+from functional_lowbit._core.contract import refuse
+from functional_lowbit._core.contract.base import GradientTransformation, Hyper, NonNegative, Signed
+from functional_lowbit._core.leafwise.leafwise import leafwise
+from functional_lowbit.formats._exact import sqrt
 from functional_lowbit.transforms._chain import chain
 from functional_lowbit.transforms._decay import add_decayed_weights
 from functional_lowbit.transforms._masked import Mask
@@ -50,7 +48,7 @@ def scale_by_adam(
         tensor([ 1., -1.])
     """
     for name, value, below in (("b1", b1, 1.0), ("b2", b2, 1.0), ("eps", eps, None), ("eps_root", eps_root, None)):
-        _check.hyperparameter("scale_by_adam", name, value, 0.0, *([below] if below else []))
+        refuse.hyperparameter("scale_by_adam", name, value, 0.0, *([below] if below else []))
     # Without eps_root, the square root is the one that a square-root format needs too, and is computed once.
     plain = isinstance(eps_root, (int, float)) and eps_root == 0
     return leafwise(
@@ -173,104 +171,3 @@ def adamw(
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
-
-
-def adam8bit(
-    learning_rate: Hyper,
-    b1: Hyper = 0.9,
-    b2: Hyper = 0.999,
-    eps: Hyper = 1e-8,
-    eps_root: Hyper = 0.0,
-    *,
-    nesterov: bool = False,
-    format: FormatChoice = "companded8",
-    block_size: int | None = None,
-    where: Where | None = None,
-) -> GradientTransformation:
-    """Adam with moments in 8 bits: `low_bit(adam(...), format)`. Arguments as in `adam` and `low_bit`.
-
-    Example:
-        >>> import torch, functional_lowbit as fl
-        >>> state = fl.adam8bit(0.1).init({"w": torch.zeros(64, 64)})
-        >>> state[0].mu["w"]
-        QuantizedTensor(companded8, shape=(64, 64), block_size=256)
-    """
-    tx = adam(learning_rate, b1, b2, eps, eps_root, nesterov=nesterov)
-    return low_bit(tx, format, block_size=block_size, where=where)
-
-
-def adamw8bit(
-    learning_rate: Hyper,
-    b1: Hyper = 0.9,
-    b2: Hyper = 0.999,
-    eps: Hyper = 1e-8,
-    eps_root: Hyper = 0.0,
-    weight_decay: Hyper = 1e-4,
-    mask: Mask | None = None,
-    *,
-    nesterov: bool = False,
-    format: FormatChoice = "companded8",
-    block_size: int | None = None,
-    where: Where | None = None,
-) -> GradientTransformation:
-    """AdamW with moments in 8 bits: `low_bit(adamw(...), format)`. Arguments as in `adamw` and `low_bit`.
-
-    Example:
-        >>> import torch, functional_lowbit as fl
-        >>> state = fl.adamw8bit(0.1, format="dynamic8").init({"w": torch.zeros(64, 64)})
-        >>> state[0].nu["w"]
-        QuantizedTensor(dynamic8, shape=(64, 64), block_size=256)
-    """
-    tx = adamw(learning_rate, b1, b2, eps, eps_root, weight_decay, mask, nesterov=nesterov)
-    return low_bit(tx, format, block_size=block_size, where=where)
-
-
-adam4bit = with_format(
-    adam8bit,
-    "adam4bit",
-    "root4",
-    """Adam with moments in 4 bits: `adam8bit(..., format="root4")`, in blocks of 128 elements.
-
-    Example:
-        >>> import torch, functional_lowbit as fl
-        >>> fl.adam4bit(0.1).init({"w": torch.zeros(64, 64)})[0].mu["w"]
-        QuantizedTensor(root4, shape=(64, 64), block_size=128)
-    """,
-)
-adamw4bit = with_format(
-    adamw8bit,
-    "adamw4bit",
-    "root4",
-    """AdamW with moments in 4 bits: `adamw8bit(..., format="root4")`, in blocks of 128 elements.
-
-    Example:
-        >>> import torch, functional_lowbit as fl
-        >>> state = fl.adamw4bit(0.1).init({"w": torch.zeros(256, 256)})
-        >>> fl.describe(state).total_bytes / 256**2  # bytes per parameter
-        1.0626220703125
-    """,
-)
-adamfp8 = with_format(
-    adam8bit,
-    "adamfp8",
-    "e4m3",
-    """Adam with moments in FP8: `adam8bit(..., format="e4m3")`.
-
-    Example:
-        >>> import torch, functional_lowbit as fl
-        >>> fl.adamfp8(0.1).init({"w": torch.zeros(64, 64)})[0].mu["w"]
-        QuantizedTensor(e4m3, shape=(64, 64), block_size=256)
-    """,
-)
-adamwfp8 = with_format(
-    adamw8bit,
-    "adamwfp8",
-    "e4m3",
-    """AdamW with moments in FP8: `adamw8bit(..., format="e4m3")`.
-
-    Example:
-        >>> import torch, functional_lowbit as fl
-        >>> fl.adamwfp8(0.1, format="e5m2").init({"w": torch.zeros(64, 64)})[0].nu["w"]
-        QuantizedTensor(e5m2, shape=(64, 64), block_size=256)
-    """,
-)

@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from functional_lowbit import reduce
-from functional_lowbit._base import GradientTransformation
-from functional_lowbit._leafwise import leafwise
+from functional_lowbit._core.contract.base import GradientTransformation
+from functional_lowbit._core.leafwise import reduce
+from functional_lowbit._core.leafwise.leafwise import leafwise
 
 
 def centralize() -> GradientTransformation:

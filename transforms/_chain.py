@@ -4,11 +4,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from functional_lowbit import _check
-from functional_lowbit._base import EmptyState, GradientTransformation, Tree, call_update
-from functional_lowbit._leafwise import leafwise
-from functional_lowbit._like_params import rest_in_float32
-from functional_lowbit._parts import Composite, Rest, init_with
+from functional_lowbit._core.contract import refuse
+from functional_lowbit._core.contract.base import EmptyState, GradientTransformation, call_update
+from functional_lowbit._core.leafwise.leafwise import leafwise
+from functional_lowbit._core.state.parts import Composite, Rest, init_with
+from functional_lowbit._core.state.resting import rest_in_float32
+from functional_lowbit._optree import Tree
 
 
 class Chain(Composite):
@@ -72,7 +73,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         tensor([-0.2500, -0.5000])
     """
     for i, tx in enumerate(transformations):
-        _check.transformation("chain", f"argument {i}", tx)
+        refuse.transformation("chain", f"argument {i}", tx)
     part = Chain(transformations)
     return GradientTransformation(part.init, part)
 
@@ -132,7 +133,7 @@ def named_chain(*transformations: tuple[str, GradientTransformation]) -> Gradien
     """
     names: list[str] = []
     for i, pair in enumerate(transformations):
-        if _check.is_transformation(pair) or not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        if refuse.is_transformation(pair) or not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(
                 f"named_chain: argument {i} must be a pair (name, transformation), got {type(pair).__name__}"
             )
@@ -141,7 +142,7 @@ def named_chain(*transformations: tuple[str, GradientTransformation]) -> Gradien
             raise TypeError(f"named_chain: the name of argument {i} must be a string, got {type(name).__name__}")
         if name in names:
             raise ValueError(f"named_chain: names must differ, got {name!r} twice")
-        _check.transformation("named_chain", repr(name), tx)
+        refuse.transformation("named_chain", repr(name), tx)
         names.append(name)
     part = NamedChain(names, [tx for _, tx in transformations])
     return GradientTransformation(part.init, part)

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from functional_lowbit import _check
-from functional_lowbit._base import GradientTransformation, Hyper
-from functional_lowbit._leafwise import leafwise
-from functional_lowbit._norm import global_norm
+from functional_lowbit._core.contract import refuse
+from functional_lowbit._core.contract.base import GradientTransformation, Hyper
+from functional_lowbit._core.leafwise.leafwise import leafwise
+from functional_lowbit._core.leafwise.norm import global_norm
 
 
 def clip(max_delta: Hyper) -> GradientTransformation:
@@ -28,7 +28,7 @@ def clip(max_delta: Hyper) -> GradientTransformation:
         >>> tx.update(torch.tensor([0.5, -3.0]), tx.init(torch.zeros(2)))[0]
         tensor([ 0.5000, -1.0000])
     """
-    _check.hyperparameter("clip", "max_delta", max_delta, at_least=0.0)
+    refuse.hyperparameter("clip", "max_delta", max_delta, at_least=0.0)
     return leafwise(_clip, hyperparams={"max_delta": max_delta}, name="clip")
 
 
@@ -57,7 +57,7 @@ def clip_by_global_norm(max_norm: Hyper) -> GradientTransformation:
         >>> tx.update(torch.tensor([3.0, 4.0]), tx.init(torch.zeros(2)))[0]
         tensor([0.6000, 0.8000])
     """
-    _check.hyperparameter("clip_by_global_norm", "max_norm", max_norm, at_least=0.0)
+    refuse.hyperparameter("clip_by_global_norm", "max_norm", max_norm, at_least=0.0)
     return leafwise(_scale_down, hyperparams={"max_norm": max_norm}, prepare=_shrink_factor, name="clip_by_global_norm")
 
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from functional_lowbit import _check
-from functional_lowbit._base import GradientTransformation, Hyper
-from functional_lowbit._leafwise import leafwise
+from functional_lowbit._core.contract import refuse
+from functional_lowbit._core.contract.base import GradientTransformation, Hyper
+from functional_lowbit._core.leafwise.leafwise import leafwise
 from functional_lowbit.transforms._masked import Mask, masked
 
 
@@ -28,7 +28,7 @@ def add_decayed_weights(weight_decay: Hyper = 0.0, mask: Mask | None = None) -> 
         >>> tx.update(torch.zeros(1), tx.init(params), params)[0]
         tensor([0.2000])
     """
-    _check.hyperparameter("add_decayed_weights", "weight_decay", weight_decay, at_least=0.0)
+    refuse.hyperparameter("add_decayed_weights", "weight_decay", weight_decay, at_least=0.0)
     tx = leafwise(_decay, hyperparams={"weight_decay": weight_decay}, needs_params=True, name="add_decayed_weights")
     return tx if mask is None else masked(tx, mask)
 

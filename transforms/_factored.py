@@ -5,10 +5,12 @@ from typing import Annotated, Any, NamedTuple
 
 from torch import Tensor
 
-from functional_lowbit import _check, reduce
-from functional_lowbit._base import GradientTransformation, Hyper, Statistic, Tree
-from functional_lowbit._leafwise import leafwise
-from functional_lowbit._numerics import sqrt
+from functional_lowbit._core.contract import refuse
+from functional_lowbit._core.contract.base import GradientTransformation, Hyper, Statistic
+from functional_lowbit._core.leafwise import reduce
+from functional_lowbit._core.leafwise.leafwise import leafwise
+from functional_lowbit._optree import Tree
+from functional_lowbit.formats._exact import sqrt
 
 
 class FactoredState(NamedTuple):
@@ -57,8 +59,8 @@ def scale_by_factored_rms(
         tensor([[1., 1., 1.],
                 [1., 1., 1.]])
     """
-    _check.hyperparameter("scale_by_factored_rms", "decay_rate", decay_rate, at_least=0.0)
-    _check.hyperparameter("scale_by_factored_rms", "epsilon", epsilon, at_least=0.0)
+    refuse.hyperparameter("scale_by_factored_rms", "decay_rate", decay_rate, at_least=0.0)
+    refuse.hyperparameter("scale_by_factored_rms", "epsilon", epsilon, at_least=0.0)
     split = partial(_two_largest, factored, min_dim_size_to_factor)
     return leafwise(
         partial(_rescale, split),

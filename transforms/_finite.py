@@ -6,12 +6,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_lowbit import _check, _tree
-from functional_lowbit._base import GradientTransformation, Tree, call_update
-from functional_lowbit._collectives import sum_over_meshes
-from functional_lowbit._like_params import like_params, rest_in_float32
-from functional_lowbit._parts import Gated, Rest, init_with
+from functional_lowbit import _optree
+from functional_lowbit._core.contract import refuse
+from functional_lowbit._core.contract.base import GradientTransformation, call_update
+from functional_lowbit._core.state.like_params import like_params
+from functional_lowbit._core.state.parts import Gated, Rest, init_with
+from functional_lowbit._core.state.resting import rest_in_float32
+from functional_lowbit._optree import Tree
 from functional_lowbit.sharding import ShardSpec, local_of, part_of, wrap
+from functional_lowbit.sharding._collectives import sum_over_meshes
 
 
 class ApplyIfFiniteState(NamedTuple):
@@ -74,7 +77,7 @@ class ApplyIfFinite(Gated):
             updates = like_params("apply_if_finite.update", updates, params)
         apply, counted = self.decide(updates, state)
         new_updates, new_inner = call_update(self.inner[0].update, updates, inner_state, params, extra)
-        kept = _select(apply, new_updates, _tree.map_leaves(torch.zeros_like, new_updates))
+        kept = _select(apply, new_updates, _optree.map_leaves(torch.zeros_like, new_updates))
         return kept, counted._replace(inner_state=_select(apply, new_inner, inner_state))
 
 
@@ -86,7 +89,7 @@ def _select(apply: Tensor, new: Tree, old: Tree) -> Tree:
             return n if bool(apply) else o
         return wrap(torch.where(apply, part_of(n), part_of(o)), ShardSpec.of(o))
 
-    return _tree.map_leaves(pick, new, old)
+    return _optree.map_leaves(pick, new, old)
 
 
 def all_finite(tree: Tree) -> Tensor:
@@ -95,7 +98,7 @@ def all_finite(tree: Tree) -> Tensor:
     All ranks must call it together. Replicas are asked each, so that they leave a step out together also if only one of
     them has a NaN.
     """
-    leaves = _tree.leaves(tree)
+    leaves = _optree.leaves(tree)
     if not leaves:
         return torch.ones((), dtype=torch.bool, device="cpu")
     return sum_over_meshes(_not_finite([local_of(x) for x in leaves]), [ShardSpec.of(x) for x in leaves]) == 0
@@ -134,7 +137,7 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int =
         >>> updates, state.total_notfinite
         (tensor([0., 0.]), tensor(1))
     """
-    _check.transformation("apply_if_finite", "inner", inner)
+    refuse.transformation("apply_if_finite", "inner", inner)
     if not isinstance(max_consecutive_errors, int) or max_consecutive_errors < 0:
         raise ValueError(
             f"apply_if_finite: max_consecutive_errors must be an int of at least 0, got {max_consecutive_errors!r}"

@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 
-from functional_lowbit import _check, _tree
-from functional_lowbit._base import GradientTransformation, Tree
-from functional_lowbit._leafwise import leafwise
-from functional_lowbit._per_leaf import PerLeaf
+from functional_lowbit import _optree
+from functional_lowbit._core.contract import refuse
+from functional_lowbit._core.contract.base import GradientTransformation
+from functional_lowbit._core.contract.per_leaf import PerLeaf
+from functional_lowbit._core.leafwise.leafwise import leafwise
+from functional_lowbit._optree import Tree
 from functional_lowbit.transforms._masked import Mask, bools, masked
 from functional_lowbit.transforms._partition import partition
 
@@ -82,11 +84,11 @@ def selective_transform(optimizer: GradientTransformation, *, freeze_mask: Mask)
         >>> state.inner_states["train"].inner_state[0].mu
         {'embed': MaskedNode(), 'head': tensor([0.])}
     """
-    _check.transformation("selective_transform", "optimizer", optimizer)
+    refuse.transformation("selective_transform", "optimizer", optimizer)
     labels = partial(_labels, PerLeaf("selective_transform", "freeze_mask", freeze_mask))
     return partition({"train": optimizer, "freeze": set_to_zero()}, labels)
 
 
 def _labels(mask: PerLeaf, params: Tree) -> Tree:
-    treedef = _tree.flatten(params)[1]
-    return _tree.unflatten(treedef, ["freeze" if is_frozen else "train" for is_frozen in bools(mask, params)])
+    treedef = _optree.flatten(params)[1]
+    return _optree.unflatten(treedef, ["freeze" if is_frozen else "train" for is_frozen in bools(mask, params)])

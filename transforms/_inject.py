@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_lowbit import _check
-from functional_lowbit._base import GradientTransformation, Tree, call_update
-from functional_lowbit._like_params import rest_in_float32
-from functional_lowbit._parts import Renewing, Rest, init_with
-from functional_lowbit._rule import at_least_float32
+from functional_lowbit._core.contract import refuse
+from functional_lowbit._core.contract.base import GradientTransformation, call_update
+from functional_lowbit._core.leafwise.scalars import at_least_float32
+from functional_lowbit._core.state import fits
+from functional_lowbit._core.state.parts import Renewing, Rest, init_with
+from functional_lowbit._core.state.resting import rest_in_float32
+from functional_lowbit._optree import Tree
 
 
 class InjectHyperparamsState(NamedTuple):
@@ -54,7 +56,7 @@ class InjectHyperparams(Renewing):
     def make(self, numbers: dict[str, Tensor]) -> GradientTransformation:
         """The inner transformation with these numbers."""
         tx = self.factory(**self.fixed, **numbers)
-        _check.transformation("inject_hyperparams", "inner_factory(...)", tx)
+        refuse.transformation("inject_hyperparams", "inner_factory(...)", tx)
         return tx
 
     def structure(self) -> Any:
@@ -75,7 +77,7 @@ class InjectHyperparams(Renewing):
 
     def split(self, state: Any) -> Sequence[Any]:
         """The inner state."""
-        _check.state_class("inject_hyperparams.update", state, InjectHyperparamsState)
+        fits.state_class("inject_hyperparams.update", state, InjectHyperparamsState)
         return (state.inner_state,)
 
     def join(self, state: Any, states: Sequence[Any]) -> InjectHyperparamsState:
@@ -110,7 +112,7 @@ class InjectHyperparams(Renewing):
             raise TypeError(f"inject_hyperparams: {what} must be a number or a 0-d tensor, got {type(value).__name__}")
         else:
             value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
-        return _check.finite("inject_hyperparams", what, value).to(self.dtype)
+        return refuse.finite("inject_hyperparams", what, value).to(self.dtype)
 
     def _scheduled(self, name: str, step: Tensor) -> Any:
         """What a schedule says."""
@@ -138,11 +140,9 @@ def _is_schedule(value: Any) -> bool:
 def _takes_a_step(function: Callable[..., Any]) -> bool:
     """Whether a function can be called with one argument; what has no signature is tried."""
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
+        inspect.signature(function).bind(None)
+    except ValueError:
         return True
-    try:
-        signature.bind(None)
     except TypeError:
         return False
     return True
@@ -205,7 +205,7 @@ def inject_hyperparams(
         >>> params
         {'w': tensor([0.4999, 0.4999])}
     """
-    if not callable(inner_factory) or _check.is_transformation(inner_factory):
+    if not callable(inner_factory) or refuse.is_transformation(inner_factory):
         raise TypeError(
             "inject_hyperparams: inner_factory must be a function that makes a transformation, got "
             f"{type(inner_factory).__name__}"

@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_lowbit import _check
-from functional_lowbit._base import GradientTransformation, Hyper, Signed
-from functional_lowbit._leafwise import leafwise
-from functional_lowbit._low_bit import FormatChoice, Where, low_bit
+from functional_lowbit._core.contract import refuse
+from functional_lowbit._core.contract.base import GradientTransformation, Hyper, Signed
+from functional_lowbit._core.leafwise.leafwise import leafwise
 from functional_lowbit.transforms._chain import chain
 from functional_lowbit.transforms._decay import add_decayed_weights
 from functional_lowbit.transforms._masked import Mask
@@ -42,7 +41,7 @@ def scale_by_lion(b1: Hyper = 0.9, b2: Hyper = 0.99) -> GradientTransformation:
         tensor([ 1., -1.])
     """
     for name, value in (("b1", b1), ("b2", b2)):
-        _check.hyperparameter("scale_by_lion", name, value, at_least=0.0, below=1.0)
+        refuse.hyperparameter("scale_by_lion", name, value, at_least=0.0, below=1.0)
     return leafwise(
         _lion,
         state=ScaleByLionState,
@@ -91,25 +90,3 @@ def lion(
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
-
-
-def lion8bit(
-    learning_rate: Hyper,
-    b1: Hyper = 0.9,
-    b2: Hyper = 0.99,
-    weight_decay: Hyper = 1e-3,
-    mask: Mask | None = None,
-    *,
-    format: FormatChoice = "companded8",
-    block_size: int | None = None,
-    where: Where | None = None,
-) -> GradientTransformation:
-    """Lion with momentum in 8 bits: `low_bit(lion(...), format)`. Arguments as in `lion` and `low_bit`.
-
-    Example:
-        >>> import torch, functional_lowbit as fl
-        >>> fl.lion8bit(0.1).init({"w": torch.zeros(64, 64)})[0].mu["w"]
-        QuantizedTensor(companded8, shape=(64, 64), block_size=256)
-    """
-    tx = lion(learning_rate, b1, b2, weight_decay, mask)
-    return low_bit(tx, format, block_size=block_size, where=where)

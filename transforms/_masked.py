@@ -6,40 +6,19 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from functional_lowbit import _check, _tree
-from functional_lowbit._base import GradientTransformation, Tree, call_update
-from functional_lowbit._like_params import rest_in_float32
-from functional_lowbit._parts import Composite, Rest, init_with
-from functional_lowbit._per_leaf import PerLeaf
+from functional_lowbit import _optree
+from functional_lowbit._core.contract import refuse
+from functional_lowbit._core.contract.base import GradientTransformation, call_update
+from functional_lowbit._core.contract.masked_node import MaskedNode
+from functional_lowbit._core.contract.per_leaf import PerLeaf
+from functional_lowbit._core.state import fits
+from functional_lowbit._core.state.parts import Composite, Rest, init_with
+from functional_lowbit._core.state.resting import rest_in_float32
+from functional_lowbit._optree import Tree
 
 Mask: TypeAlias = Tree | Callable[[Tree], Tree] | Callable[[str, Tensor], bool]
 """A tree of bools that begins like params (a bool stands for all leaves below it), a function of params to one, or
 `mask(path, leaf) -> bool`. It must not change while a state is in use."""
-
-
-@_tree.register
-class MaskedNode:
-    """Stands for a leaf that a mask takes away: a node without leaves."""
-
-    TREE_FIELDS = ()
-
-    def tree_flatten(self) -> tuple[tuple[()], None]:
-        """For the pytree registries."""
-        return (), None
-
-    @classmethod
-    def tree_unflatten(cls, aux: None, children: Any) -> "MaskedNode":
-        """For the pytree registries."""
-        return cls()
-
-    def __repr__(self) -> str:
-        return "MaskedNode()"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, MaskedNode)
-
-    def __hash__(self) -> int:
-        return hash(MaskedNode)
 
 
 class MaskedState(NamedTuple):
@@ -79,15 +58,15 @@ class Masked(Composite):
 
     def narrow(self, params: Tree) -> Tree:
         """The tree with `MaskedNode` where the mask is False."""
-        leaves, treedef = _tree.flatten(params)
+        leaves, treedef = _optree.flatten(params)
         return _hide(treedef, leaves, self.mask(params))
 
     def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         """The inner update of the leaves that are kept; the others as they came."""
         reference = updates if params is None else params
-        leaves, treedef = _tree.flatten(reference)
+        leaves, treedef = _optree.flatten(reference)
         keeps = self.mask(reference)
-        old = _check.same_structure("masked.update", "updates", treedef, updates)
+        old = fits.same_structure("masked.update", "updates", treedef, updates)
         if self.masks_extra_args:
             extra = {name: _hide_like(treedef, value, keeps) for name, value in extra.items()}
         inner_updates, inner_state = call_update(
@@ -97,18 +76,18 @@ class Masked(Composite):
             None if params is None else _hide(treedef, leaves, keeps),
             extra,
         )
-        new = _tree.flatten_up_to(treedef, inner_updates)
+        new = _optree.flatten_up_to(treedef, inner_updates)
         merged = [n if keep else o for keep, n, o in zip(keeps, new, old, strict=True)]
-        return _tree.unflatten(treedef, merged), MaskedState(inner_state)
+        return _optree.unflatten(treedef, merged), MaskedState(inner_state)
 
 
-def _hide(treedef: _tree.TreeDef, leaves: Sequence[Any], keeps: Sequence[bool]) -> Tree:
-    return _tree.unflatten(treedef, [x if keep else MaskedNode() for keep, x in zip(keeps, leaves, strict=True)])
+def _hide(treedef: _optree.TreeDef, leaves: Sequence[Any], keeps: Sequence[bool]) -> Tree:
+    return _optree.unflatten(treedef, [x if keep else MaskedNode() for keep, x in zip(keeps, leaves, strict=True)])
 
 
-def _hide_like(treedef: _tree.TreeDef, value: Any, keeps: Sequence[bool]) -> Any:
+def _hide_like(treedef: _optree.TreeDef, value: Any, keeps: Sequence[bool]) -> Any:
     """An extra argument, its leaves hidden if it has the structure of the parameters."""
-    leaves, own = _tree.flatten(value)
+    leaves, own = _optree.flatten(value)
     return _hide(treedef, leaves, keeps) if own == treedef else value
 
 
@@ -117,7 +96,7 @@ def bools(per_leaf: PerLeaf, params: Tree) -> list[bool]:
     values = per_leaf(params)
     for i, value in enumerate(values):
         if not isinstance(value, bool):
-            what = per_leaf.where(_tree.flatten(params)[1], i)
+            what = per_leaf.where(_optree.flatten(params)[1], i)
             raise TypeError(f"{per_leaf.speaker}: {what} must be a bool, got {type(value).__name__}")
     return values
 
@@ -155,6 +134,6 @@ def masked(
         >>> tx.update(params, tx.init(params))[0]
         {'w': tensor([1.]), 'b': tensor([2.])}
     """
-    _check.transformation("masked", "inner", inner)
+    refuse.transformation("masked", "inner", inner)
     part = Masked(inner, partial(bools, PerLeaf("masked", "mask", mask)), mask_compatible_extra_args)
     return GradientTransformation(part.init, part)

@@ -6,11 +6,14 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from functional_lowbit import _check, _tree
-from functional_lowbit._base import GradientTransformation, Moment, Signed, Tree, call_update
-from functional_lowbit._like_params import rest_in_float32
-from functional_lowbit._parts import HostGated, Rest, init_with
-from functional_lowbit._rule import Leafwise
+from functional_lowbit import _optree
+from functional_lowbit._core.contract import refuse
+from functional_lowbit._core.contract.base import GradientTransformation, Moment, Signed, call_update
+from functional_lowbit._core.leafwise.update import Leafwise
+from functional_lowbit._core.state import fits
+from functional_lowbit._core.state.parts import HostGated, Rest, init_with
+from functional_lowbit._core.state.resting import rest_in_float32
+from functional_lowbit._optree import Tree
 from functional_lowbit.sharding import ShardSpec, part_of, wrap
 
 EveryK: TypeAlias = int | Callable[[Tensor], int | Tensor]
@@ -61,14 +64,14 @@ class MultiSteps(HostGated):
 
     def init_state(self, params: Tree, rest: Rest) -> MultiStepsState:
         """Counters at 0, an accumulator of zeros, and the inner state."""
-        leaves, treedef = _tree.flatten(params)
-        paths = _tree.names(treedef)
-        _check.params("multi_steps.init", paths, leaves)
+        leaves, treedef = _optree.flatten(params)
+        paths = _optree.names(treedef)
+        fits.params("multi_steps.init", paths, leaves)
         acc_grads = None
         if self.accumulates:
             moment = self.rule.moments["acc_grads"]
             kept = [rest("acc_grads", moment, path, p, None) for path, p in zip(paths, leaves, strict=True)]
-            acc_grads = _tree.unflatten(treedef, kept)
+            acc_grads = _optree.unflatten(treedef, kept)
         return MultiStepsState(
             mini_step=torch.zeros((), dtype=torch.int64, device="cpu"),
             gradient_step=torch.zeros((), dtype=torch.int64, device="cpu"),
@@ -78,7 +81,7 @@ class MultiSteps(HostGated):
 
     def split(self, state: Any) -> Sequence[Any]:
         """The inner state."""
-        _check.state_class("multi_steps.update", state, MultiStepsState)
+        fits.state_class("multi_steps.update", state, MultiStepsState)
         return (state.inner_opt_state,)
 
     def join(self, state: Any, states: Sequence[Any]) -> MultiStepsState:
@@ -128,18 +131,18 @@ class MultiSteps(HostGated):
         updates, new = self.rule(updates, state, params)
         new = new._replace(acc_grads=self._with_missed(given, new.acc_grads, state))
         if not opens:
-            return _tree.map_leaves(torch.zeros_like, updates), new
+            return _optree.map_leaves(torch.zeros_like, updates), new
         updates, inner_state = call_update(self.inner[0].update, updates, inner_state, params, extra)
         return updates, self.join(new, [inner_state])
 
     def _with_missed(self, updates: Tree, acc_grads: Tree, state: Any) -> Tree:
         """The accumulator, where leaves without a gradient have their share of zeros."""
-        leaves, treedef = _tree.flatten(acc_grads)
-        given = _tree.flatten_up_to(treedef, updates) if self.accumulates else []
+        leaves, treedef = _optree.flatten(acc_grads)
+        given = _optree.flatten_up_to(treedef, updates) if self.accumulates else []
         for i, u in enumerate(given):
             if u is None:
                 leaves[i] = wrap(self.missed(part_of(leaves[i]), state), ShardSpec.of(leaves[i]))
-        return _tree.unflatten(treedef, leaves)
+        return _optree.unflatten(treedef, leaves)
 
 
 def _mean(g: Tensor, s: MultiStepsState, p: Any, c: Any) -> tuple[Tensor, MultiStepsState]:
@@ -203,7 +206,7 @@ def multi_steps(
         >>> first, second, state.gradient_step
         (tensor([0.]), tensor([-2.]), tensor(1))
     """
-    _check.transformation("multi_steps", "tx", tx)
+    refuse.transformation("multi_steps", "tx", tx)
     if not callable(every_k_schedule) and not _is_count(every_k_schedule):
         raise ValueError(
             "multi_steps: every_k_schedule must be an int of at least 1, or a function of gradient_step to one, got "

@@ -5,9 +5,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from functional_lowbit import _check, _tree
-from functional_lowbit._base import GradientTransformation, Hyper, Signed, Tree
-from functional_lowbit._leafwise import leafwise
+from functional_lowbit import _optree
+from functional_lowbit._core.contract import refuse
+from functional_lowbit._core.contract.base import GradientTransformation, Hyper, Signed
+from functional_lowbit._core.leafwise.leafwise import leafwise
+from functional_lowbit._optree import Tree
 from functional_lowbit.transforms._chain import chain
 from functional_lowbit.transforms._masked import masked
 
@@ -56,7 +58,7 @@ def orthogonalize(
         raise ValueError(f"orthogonalize: ns_coeffs must be three numbers, got {ns_coeffs!r}")
     if not isinstance(ns_steps, int) or ns_steps < 1:
         raise ValueError(f"orthogonalize: ns_steps must be an int of at least 1, got {ns_steps!r}")
-    _check.hyperparameter("orthogonalize", "eps", eps, at_least=0.0)
+    refuse.hyperparameter("orthogonalize", "eps", eps, at_least=0.0)
     rule = leafwise(
         partial(_newton_schulz, tuple(map(float, ns_coeffs)), ns_steps, float(eps)),
         elementwise=False,
@@ -66,7 +68,7 @@ def orthogonalize(
 
 
 def _matrices(updates: Tree) -> Tree:
-    return _tree.map_leaves(lambda x: x.ndim == 2, updates)
+    return _optree.map_leaves(lambda x: x.ndim == 2, updates)
 
 
 def _newton_schulz(
@@ -117,7 +119,7 @@ def scale_by_muon(
         >>> tx.init({"w": torch.zeros(2, 3)})[0][0].mu["w"].shape
         torch.Size([2, 3])
     """
-    _check.hyperparameter("scale_by_muon", "beta", beta, at_least=0.0, below=1.0)
+    refuse.hyperparameter("scale_by_muon", "beta", beta, at_least=0.0, below=1.0)
     mean = leafwise(
         _ahead if nesterov else _mean,
         state=ScaleByMuonState,

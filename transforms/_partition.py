@@ -6,11 +6,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from functional_lowbit import _check, _tree
-from functional_lowbit._base import GradientTransformation, Tree
-from functional_lowbit._like_params import rest_in_float32
-from functional_lowbit._parts import Composite, Rest, init_with
-from functional_lowbit._per_leaf import PerLeaf
+from functional_lowbit import _optree
+from functional_lowbit._core.contract import refuse
+from functional_lowbit._core.contract.base import GradientTransformation
+from functional_lowbit._core.contract.per_leaf import PerLeaf
+from functional_lowbit._core.state.parts import Composite, Rest, init_with
+from functional_lowbit._core.state.resting import rest_in_float32
+from functional_lowbit._optree import Tree
 from functional_lowbit.transforms._masked import Masked
 
 Labels: TypeAlias = Tree | Callable[[Tree], Tree] | Callable[[str, Tensor], Hashable]
@@ -99,7 +101,7 @@ class _LabelsOfLeaves:
         return labels
 
     def _at(self, params: Tree, i: int) -> str:
-        return self.per_leaf.where(_tree.flatten(params)[1], i)
+        return self.per_leaf.where(_optree.flatten(params)[1], i)
 
 
 class _Group:
@@ -161,7 +163,7 @@ def partition(
             f"partition: transforms must be a dict from label to transformation, got {type(transforms).__name__}"
         )
     for label, tx in transforms.items():
-        _check.transformation("partition", f"transforms[{label!r}]", tx)
+        refuse.transformation("partition", f"transforms[{label!r}]", tx)
     part = Partition(transforms, PerLeaf("partition", "param_labels", param_labels), mask_compatible_extra_args)
     return GradientTransformation(part.init, part)
 

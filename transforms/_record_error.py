@@ -2,40 +2,24 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from functional_lowbit import _check, _tree
-from functional_lowbit._base import GradientTransformation, Tree
-from functional_lowbit._error_report import ErrorReport, ErrorRow
-from functional_lowbit._like_params import like_params, rest_in_float32
-from functional_lowbit._observing import Observing
-from functional_lowbit._parts import Rest, init_with
-from functional_lowbit._quantization_error import UPDATE, at_paths, by_path, errors_of, leaves_stand_alone, moment_trees
-from functional_lowbit._quantized import QuantizedTensor
-from functional_lowbit.transforms._masked import MaskedNode
-
-Numbers = tuple[float, float, float]
-"""The error of the last look, the mean and the largest."""
-
-
-class QuantizationErrorState(NamedTuple):
-    """Errors of the moments and of the update, by the moment's name or "update"; all on the CPU, the same on each rank.
-
-    They are relative, in the Euclidean norm; 0 before the first look.
-    """
-
-    PER_LEAF = ("looks", "last", "mean", "largest")
-
-    step: Tensor  # int64[]; updates made so far
-    last_step: Tensor  # int64[]; the step of the last look, counted from 1; 0 before the first
-    looks: Tree  # int64[], like params; looks at each leaf
-    last: dict[str, Tree]  # float32[], like params; at the last look
-    mean: dict[str, Tree]  # float32[], like params; over all looks
-    largest: dict[str, Tree]  # float32[], like params; over all looks
-    inner_state: Any
+from functional_lowbit import _optree
+from functional_lowbit._core.contract import refuse
+from functional_lowbit._core.contract.base import GradientTransformation
+from functional_lowbit._core.contract.masked_node import MaskedNode
+from functional_lowbit._core.report.error_table import ErrorReport
+from functional_lowbit._core.report.errors import UPDATE, at_paths, by_path, errors_of, leaves_stand_alone, moment_trees
+from functional_lowbit._core.report.recorded import Numbers, QuantizationErrorState, rows
+from functional_lowbit._core.state import fits
+from functional_lowbit._core.state.like_params import like_params
+from functional_lowbit._core.state.observing import Observing
+from functional_lowbit._core.state.parts import Rest, init_with
+from functional_lowbit._core.state.resting import rest_in_float32
+from functional_lowbit._optree import Tree
 
 
 class RecordQuantizationError(Observing):
@@ -76,7 +60,7 @@ class RecordQuantizationError(Observing):
 
     def split(self, state: Any) -> Sequence[Any]:
         """The inner state."""
-        _check.state_class("record_quantization_error.update", state, QuantizationErrorState)
+        fits.state_class("record_quantization_error.update", state, QuantizationErrorState)
         return (state.inner_state,)
 
     def join(self, state: Any, states: Sequence[Any]) -> QuantizationErrorState:
@@ -158,7 +142,7 @@ def record_quantization_error(tx: GradientTransformation, every: int = 100) -> G
         w     nu      companded8  0.231 %  0.231 %  0.231 %
         w     update  companded8  0.234 %  0.234 %  0.234 %
     """
-    _check.transformation("record_quantization_error", "tx", tx)
+    refuse.transformation("record_quantization_error", "tx", tx)
     if not isinstance(every, int) or isinstance(every, bool):
         raise TypeError(f"record_quantization_error: every must be an int, got {type(every).__name__}")
     if every < 1:
@@ -194,80 +178,24 @@ def quantization_error(
         >>> [(row.what, round(row.error, 4)) for row in report.rows]
         [('trace', 0.0045), ('update', 0.0021)]
     """
-    _check.transformation("quantization_error", "tx", tx)
+    refuse.transformation("quantization_error", "tx", tx)
     if params is not None:
         grads = like_params("quantization_error", grads, params)
     errors = errors_of(tx.update, grads, state, params, extra, leaves_stand_alone(tx.update))
     found: dict[str, dict[str, Numbers]] = {
         name: {path: (float(e), float(e), float(e)) for path, e in of.items()} for name, of in errors.items()
     }
-    return ErrorReport(_rows(state, found, dict.fromkeys(errors[UPDATE], 1)))
-
-
-def recorded_quantization_error(state: Any) -> ErrorReport:
-    """What `record_quantization_error` has recorded.
-
-    Args:
-        state: A state with a `QuantizationErrorState` somewhere inside; of several, the first counts.
-
-    Returns:
-        An `ErrorReport`, with a row for each leaf that was looked at. It holds numbers, no tensors: keep one now and
-        then for a history.
-
-    Raises:
-        ValueError: if there is none in the state.
-
-    Example:
-        >>> import torch, functional_lowbit as fl
-        >>> tx = fl.record_quantization_error(fl.lion8bit(1e-3), every=10)
-        >>> fl.recorded_quantization_error(tx.init({"w": torch.zeros(64, 64)}))
-        ErrorReport(rows=(), step=None)
-    """
-    own = _find(state)
-    if own is None:
-        raise ValueError(
-            "recorded_quantization_error: the state has no QuantizationErrorState inside; use "
-            "fl.record_quantization_error(tx)"
-        )
-    looks = {path: int(n) for path, n in by_path(own.looks).items() if int(n)}
-    found: dict[str, dict[str, Numbers]] = {}
-    for name in own.last:
-        kinds = [by_path(trees[name]) for trees in (own.last, own.mean, own.largest)]
-        last, mean, largest = ({path: float(x) for path, x in kind.items()} for kind in kinds)
-        found[name] = {path: (last[path], mean[path], largest[path]) for path in last if path in looks}
-    return ErrorReport(_rows(own.inner_state, found, looks), int(own.last_step) if looks else None)
-
-
-def _rows(state: Any, errors: dict[str, dict[str, Numbers]], looks: dict[str, int]) -> tuple[ErrorRow, ...]:
-    """Leaf by leaf: its moments, then its update."""
-    resting = {name: {p: _format(x) for p, x in by_path(tree).items()} for name, tree in moment_trees(state).items()}
-    rows = []
-    for path, n in looks.items():
-        kinds = {name: of[path] for name, of in resting.items() if path in of}
-        kinds[UPDATE] = " and ".join(dict.fromkeys(kinds.values()))
-        rows += [ErrorRow(path, name, kinds[name], *of[path], n) for name, of in errors.items() if path in of]
-    return tuple(rows)
+    return ErrorReport(rows(state, found, dict.fromkeys(errors[UPDATE], 1)))
 
 
 def _with_masks(like: Tree, tree: Tree) -> Tree:
     """A tree with `MaskedNode` where `like` has one: the compiled step shows None there, which no state fits."""
     if isinstance(like, MaskedNode):
         return like
-    level, own = _tree.children(like), _tree.children(tree)
+    level, own = _optree.children(like), _optree.children(tree)
     if level is None or own is None or len(level[0]) != len(own[0]):
         return tree
     return level[2]([_with_masks(a, b) for a, b in zip(level[0], own[0], strict=True)])
-
-
-def _format(leaf: Any) -> str:
-    return leaf.format.name if isinstance(leaf, QuantizedTensor) else "float32"
-
-
-def _find(state: Any) -> QuantizationErrorState | None:
-    if isinstance(state, QuantizationErrorState):
-        return state
-    level = None if isinstance(state, QuantizedTensor) else _tree.children(state)
-    return None if level is None else next((s for s in map(_find, level[0]) if s is not None), None)
 
 
 def _number(dtype: torch.dtype) -> Tensor:

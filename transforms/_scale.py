@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from functional_lowbit._base import GradientTransformation, Hyper, Schedule
-from functional_lowbit._leafwise import leafwise
+from functional_lowbit._core.contract.base import GradientTransformation, Hyper, Schedule
+from functional_lowbit._core.leafwise.leafwise import leafwise
 
 
 def scale(step_size: Hyper) -> GradientTransformation:

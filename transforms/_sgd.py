@@ -4,10 +4,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from functional_lowbit import _check
-from functional_lowbit._base import GradientTransformation, Hyper, Signed
-from functional_lowbit._leafwise import leafwise
-from functional_lowbit._low_bit import FormatChoice, Where, low_bit
+from functional_lowbit._core.contract import refuse
+from functional_lowbit._core.contract.base import GradientTransformation, Hyper, Signed
+from functional_lowbit._core.leafwise.leafwise import leafwise
 from functional_lowbit.transforms._chain import chain, identity
 from functional_lowbit.transforms._scale import scale_by_learning_rate
 
@@ -39,7 +38,7 @@ def trace(decay: Hyper, nesterov: bool = False) -> GradientTransformation:
         >>> tx.update(torch.ones(1), state)[0]
         tensor([1.5000])
     """
-    _check.hyperparameter("trace", "decay", decay, at_least=0.0)
+    refuse.hyperparameter("trace", "decay", decay, at_least=0.0)
     return leafwise(
         _nesterov if nesterov else _heavy_ball, state=TraceState, hyperparams={"decay": decay}, name="trace"
     )
@@ -79,22 +78,3 @@ def sgd(learning_rate: Hyper, momentum: Hyper | None = None, nesterov: bool = Fa
         identity() if momentum is None else trace(momentum, nesterov),
         scale_by_learning_rate(learning_rate),
     )
-
-
-def sgd8bit(
-    learning_rate: Hyper,
-    momentum: Hyper = 0.9,
-    nesterov: bool = False,
-    *,
-    format: FormatChoice = "companded8",
-    block_size: int | None = None,
-    where: Where | None = None,
-) -> GradientTransformation:
-    """SGD with momentum in 8 bits: `low_bit(sgd(...), format)`. Arguments as in `sgd` and `low_bit`.
-
-    Example:
-        >>> import torch, functional_lowbit as fl
-        >>> fl.sgd8bit(0.1).init({"w": torch.zeros(64, 64)})[0].trace["w"]
-        QuantizedTensor(companded8, shape=(64, 64), block_size=256)
-    """
-    return low_bit(sgd(learning_rate, momentum, nesterov), format, block_size=block_size, where=where)

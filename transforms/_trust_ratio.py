@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit import _check, reduce
-from functional_lowbit._base import GradientTransformation, Hyper
-from functional_lowbit._leafwise import leafwise
+from functional_lowbit._core.contract import refuse
+from functional_lowbit._core.contract.base import GradientTransformation, Hyper
+from functional_lowbit._core.leafwise import reduce
+from functional_lowbit._core.leafwise.leafwise import leafwise
 
 
 def scale_by_trust_ratio(
@@ -35,9 +36,9 @@ def scale_by_trust_ratio(
         >>> tx.update(torch.tensor([0.0, 2.0]), tx.init(params), params)[0]
         tensor([ 0., 10.])
     """
-    _check.hyperparameter("scale_by_trust_ratio", "min_norm", min_norm, at_least=0.0)
-    _check.hyperparameter("scale_by_trust_ratio", "trust_coefficient", trust_coefficient)
-    _check.hyperparameter("scale_by_trust_ratio", "eps", eps, at_least=0.0)
+    refuse.hyperparameter("scale_by_trust_ratio", "min_norm", min_norm, at_least=0.0)
+    refuse.hyperparameter("scale_by_trust_ratio", "trust_coefficient", trust_coefficient)
+    refuse.hyperparameter("scale_by_trust_ratio", "eps", eps, at_least=0.0)
     return leafwise(
         _trust,
         hyperparams={"min_norm": min_norm, "trust_coefficient": trust_coefficient, "eps": eps},

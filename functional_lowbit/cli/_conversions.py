@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import functional_lowbit as fl
-from functional_lowbit import _schema
-from functional_lowbit._quantized import QuantizedTensor
+from functional_lowbit._core.state.quantized import QuantizedTensor
+from functional_lowbit.checkpoint import _schema
 from functional_lowbit.cli._mistakes import Mistake, said
 from functional_lowbit.cli._pending import take
 from functional_lowbit.cli._recipes import in_format

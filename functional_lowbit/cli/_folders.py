@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from functional_lowbit import _folder
+from functional_lowbit.checkpoint import _folder
 from functional_lowbit.cli._mistakes import Broken, Mistake, said
 from functional_lowbit.cli._pending import Pending
 
@@ -24,7 +24,7 @@ METADATA_CLASSES = {
     *("Metadata", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
     *("TensorProperties", "MetadataIndex", "_MEM_FORMAT_ENCODING", "_StorageInfo", "_StoragePrefix"),
 }
-SPEAKER = "inspect"  # of `_folder`'s errors, whose texts are handed on without it
+SPEAKER = "inspect"  # of `checkpoint._folder`'s errors, whose texts are handed on without it
 
 
 def open_folder(path: Path, unsafe: bool) -> tuple[Mapping[Any, Any], int, Check]:

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_lowbit import _schema, formats
-from functional_lowbit._quantized import Layout, QuantizedTensor, zeros
+from functional_lowbit import formats
+from functional_lowbit._core.state.quantized import Layout, QuantizedTensor, zeros
 from functional_lowbit._version import __version__
+from functional_lowbit.checkpoint import _schema
 from functional_lowbit.cli._foreign import read_foreign
 from functional_lowbit.cli._listed import Leaf
 from functional_lowbit.cli._mistakes import Broken

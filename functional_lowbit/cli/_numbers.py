@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_lowbit._quantized import QuantizedTensor
+from functional_lowbit._core.state.quantized import QuantizedTensor
 
 CHUNK = 1 << 22  # numbers that are decoded at a time, so that a large leaf needs little memory
 

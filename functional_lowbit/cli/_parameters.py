@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit._plan_params import planned_params
+from functional_lowbit._core.report.plan_params import planned_params
 from functional_lowbit.cli._mistakes import Mistake, said
 from functional_lowbit.cli._pending import Pending, is_tensor
 from functional_lowbit.cli._sections import OURS, Section, sections

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import functional_lowbit as fl
-from functional_lowbit._report import Report
+from functional_lowbit._core.report.table import Report
 from functional_lowbit._version import __version__
 from functional_lowbit.cli._arguments import at_least_1, words
 from functional_lowbit.cli._mistakes import Mistake, said

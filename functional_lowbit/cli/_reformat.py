@@ -8,14 +8,14 @@ from torch import Tensor
 
 import functional_lowbit as fl
 from functional_lowbit import formats
-from functional_lowbit._base import Moment
-from functional_lowbit._low_bit import LowBit
-from functional_lowbit._quantized import Layout, QuantizedTensor, encode
-from functional_lowbit._reading import saved_layout, write_again
+from functional_lowbit._core.contract.base import Moment
+from functional_lowbit._core.state.quantized import Layout, QuantizedTensor, encode
+from functional_lowbit.checkpoint._reading import saved_layout, write_again
 from functional_lowbit.cli._listed import Leaf
 from functional_lowbit.cli._mistakes import Broken, Mistake
 from functional_lowbit.cli._pending import take
 from functional_lowbit.sharding import ShardSpec
+from functional_lowbit.transforms._low_bit import LowBit
 
 TWINS = ("mu", "nu")  # a state with these has a counter `step` beside them
 OUTSIDE = ("", "inner", "inner_state", "state")  # what a `trace` may be inside of, beside a number of a chain

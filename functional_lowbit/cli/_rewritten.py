@@ -11,7 +11,7 @@ from uuid import uuid4
 import torch
 
 import functional_lowbit as fl
-from functional_lowbit import _folder
+from functional_lowbit.checkpoint import _folder
 from functional_lowbit.cli._mistakes import Mistake, said
 from functional_lowbit.cli._pending import take
 from functional_lowbit.cli._stores import FOLDER, SAFETENSORS, Store

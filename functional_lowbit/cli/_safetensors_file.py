@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit._safetensors import NUMBERS
-from functional_lowbit._schema import SCHEMA
+from functional_lowbit.checkpoint._safetensors import NUMBERS
+from functional_lowbit.checkpoint._schema import SCHEMA
 from functional_lowbit.cli._mistakes import Broken
 from functional_lowbit.cli._pending import Pending
 

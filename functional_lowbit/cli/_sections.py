@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from functional_lowbit import _schema
+from functional_lowbit.checkpoint import _schema
 from functional_lowbit.cli._listed import Leaf, bytes_of, described_leaves, text_of, version_of
 from functional_lowbit.cli._pending import Pending, is_tensor
 

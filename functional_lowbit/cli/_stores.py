@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functional_lowbit import _folder
+from functional_lowbit.checkpoint import _folder
 from functional_lowbit.cli import _folders
 from functional_lowbit.cli._mistakes import Broken, Mistake, said
 from functional_lowbit.cli._pending import no_checksum

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from functional_lowbit._base import Tree
+from functional_lowbit._optree import Tree
 from functional_lowbit.convert._into import convert
 from functional_lowbit.convert._library import library_in
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from functional_lowbit import _interrupted
-from functional_lowbit._base import Tree
-from functional_lowbit._check import is_transformation
+from functional_lowbit._core.contract import interrupted
+from functional_lowbit._core.contract.refuse import is_transformation
+from functional_lowbit._optree import Tree
 from functional_lowbit.convert._fill import check_step, fill
 from functional_lowbit.convert._library import READERS, any_saved, library_in
 from functional_lowbit.convert._match import Sides, match
@@ -48,7 +48,7 @@ def convert(
         if params is not None:
             raise ValueError(f"{speaker}: params must be None for an optimizer, which knows its own")
         return into_optimizer(sides, source, target, read, check, step)
-    _interrupted.refuse(speaker, target)
+    interrupted.refuse(speaker, target)
     places = _targets(speaker, target, params, named=all(p.name is not None for p in source.params))
     reads = {name: read(p) for name, p in match(sides, source.params, places).items()}
     check([target], reads)

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_lowbit._quantized import Layout, QuantizedTensor
-from functional_lowbit._reading import write_again
+from functional_lowbit._core.state.quantized import Layout, QuantizedTensor
+from functional_lowbit.checkpoint._reading import write_again
 from functional_lowbit.formats._format import pack
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
 

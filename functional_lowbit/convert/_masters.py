@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit import _tree
-from functional_lowbit._split import HALF_DTYPES, SHIFT, write_master
+from functional_lowbit import _optree
+from functional_lowbit._core.state.masters import MasterWeightsState
 from functional_lowbit.convert._read import Read
 from functional_lowbit.convert._slots import named_leaves
+from functional_lowbit.formats._halves import HALF_DTYPES, SHIFT, write_master
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
-from functional_lowbit.transforms._master import MasterWeightsState
 
 MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
 SMALLEST_EXPONENT = {torch.bfloat16: -126, torch.float16: -14}
@@ -52,7 +52,7 @@ def master_codes(
 
 def _codes(node: Any, path: str) -> Iterator[tuple[str, str, Tensor]]:
     """(path in the state, parameter, codes) of all master weights."""
-    level = _tree.children(node)
+    level = _optree.children(node)
     if level is None:
         return
     for kid, name in zip(level[0], level[1], strict=True):

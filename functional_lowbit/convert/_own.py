@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit import _schema
-from functional_lowbit._quantized import QuantizedTensor, zeros
-from functional_lowbit._reading import saved_layout
+from functional_lowbit._core.state.quantized import QuantizedTensor, zeros
+from functional_lowbit.checkpoint import _schema
+from functional_lowbit.checkpoint._reading import saved_layout
 from functional_lowbit.convert._kept import Codes, Kept
 from functional_lowbit.convert._read import Read, read_step
 from functional_lowbit.convert._saved import Saved, SavedParam, read_saved

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_lowbit import _tree
-from functional_lowbit._base import Tree, moments_of
-from functional_lowbit._donate import copy_leaf
-from functional_lowbit._quantized import QuantizedTensor
+from functional_lowbit import _optree
+from functional_lowbit._core.contract.base import moments_of
+from functional_lowbit._core.contract.masked_node import MaskedNode
+from functional_lowbit._core.state.donate import copy_leaf
+from functional_lowbit._core.state.quantized import QuantizedTensor
+from functional_lowbit._optree import Tree
 from functional_lowbit.sharding import local_of
-from functional_lowbit.transforms._masked import MaskedNode
 
 COUNTERS = ("step", "gradient_step")  # fields that count the updates made; int64[]
 
@@ -54,7 +55,7 @@ def find_slots(state: Any) -> Slots:
     def walk(node: Any, path: str) -> tuple[set[str], list[tuple[str, Tensor]]]:
         """Parameters below, and counters that wait for some."""
         nonlocal whole
-        level = None if isinstance(node, QuantizedTensor) else _tree.children(node)
+        level = None if isinstance(node, QuantizedTensor) else _optree.children(node)
         if level is None:
             return set(), []
         declared = moments_of(type(node))
@@ -92,7 +93,7 @@ def named_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
 
     The leaf is None where a mask has taken it out. What is None in the tree is no leaf.
     """
-    level = None if isinstance(tree, QuantizedTensor) else _tree.children(tree)
+    level = None if isinstance(tree, QuantizedTensor) else _optree.children(tree)
     if level is None:
         yield path, tree
     elif isinstance(tree, MaskedNode):
@@ -116,7 +117,7 @@ def filled(speaker: str, state: Any, makers: Mapping[str, Callable[[], Any]]) ->
 
 
 def _refuse_meta(speaker: str, node: Any, path: str, makers: Mapping[str, Any]) -> None:
-    level = None if isinstance(node, QuantizedTensor) else _tree.children(node)
+    level = None if isinstance(node, QuantizedTensor) else _optree.children(node)
     if level is not None and path not in makers:
         for kid, name in zip(level[0], level[1], strict=True):
             _refuse_meta(speaker, kid, f"{path}.{name}" if path else name, makers)
@@ -132,9 +133,9 @@ def _refuse_meta(speaker: str, node: Any, path: str, makers: Mapping[str, Any]) 
 def _filled(node: Any, path: str, makers: Mapping[str, Callable[[], Any]]) -> Any:
     if path in makers:
         return makers[path]()
-    level = None if isinstance(node, QuantizedTensor) else _tree.children(node)
+    level = None if isinstance(node, QuantizedTensor) else _optree.children(node)
     if level is None:
-        return _tree.map_leaves(copy_leaf, node)
+        return _optree.map_leaves(copy_leaf, node)
     kids, names, rebuild = level
     return rebuild([_filled(k, f"{path}.{n}" if path else n, makers) for k, n in zip(kids, names, strict=True)])
 

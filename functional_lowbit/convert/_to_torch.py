@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_lowbit import _interrupted
-from functional_lowbit._base import Tree
+from functional_lowbit._core.contract import interrupted
+from functional_lowbit._optree import Tree
 from functional_lowbit.convert._kept import Kept
 from functional_lowbit.convert._match import Sides, match
 from functional_lowbit.convert._own import ENTRIES, is_own, is_own_state, kept_of, saved_of_own
@@ -116,7 +116,7 @@ def _source(source: Any, params: Tree, entries: Mapping[str, str]) -> Source:
         known: Mapping[str, Any] = params_in_order(SPEAKER, source)
         owners: dict[str, Owner] = {}
         for tree in source._trees:
-            _interrupted.refuse(SPEAKER, tree.state)
+            interrupted.refuse(SPEAKER, tree.state)
             owners.update(_owners(find_slots(tree.state), entries))
         members = [group for group in source.param_groups for _ in group["params"]]
         place = own_groups(SPEAKER, source.state_dict()["param_groups"])
@@ -133,7 +133,7 @@ def _source(source: Any, params: Tree, entries: Mapping[str, str]) -> Source:
                 own[name] = groups[p.group] if groups else {}
         place = own_groups(SPEAKER, groups) if groups else None
         return Source(dict.fromkeys(owners), owners, place, own)
-    _interrupted.refuse(SPEAKER, source)
+    interrupted.refuse(SPEAKER, source)
     slots = find_slots(source)
     known = dict.fromkeys(slots.owners()) if params is None else dict(named_leaves(params))
     return Source(known, _owners(slots, entries))

@@ -1,4 +1,7 @@
-"""Storage formats for moments, by name."""
+"""Storage formats for moments, by name.
+
+Imports: nothing
+"""
 
 from functional_lowbit.formats._format import Codec as Codec, Format as Format
 from functional_lowbit.formats.companded import companded8 as companded8

@@ -11,7 +11,7 @@ non-finite numbers is ours.
 import torch
 from torch import Tensor
 
-from functional_lowbit._numerics import sqrt
+from functional_lowbit.formats._exact import sqrt
 from functional_lowbit.formats._format import SMALLEST_ABSMAX, Codec, Format, block_absmax, block_max
 
 SMALLEST_ROOT = SMALLEST_ABSMAX**0.5

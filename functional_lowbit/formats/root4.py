@@ -19,7 +19,7 @@ References:
 import torch
 from torch import Tensor
 
-from functional_lowbit._numerics import sqrt
+from functional_lowbit.formats._exact import sqrt
 from functional_lowbit.formats._format import Codec, Format, block_absmax, unit_of
 
 SIGNED_ZERO, LARGEST_SIGNED, SIGNED_NAN = 8, 7, 0

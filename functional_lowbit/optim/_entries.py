@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit import _tree
-from functional_lowbit._checkpoint import load_state_dict, state_dict
-from functional_lowbit._quantized import QuantizedTensor
+from functional_lowbit import _optree
+from functional_lowbit._core.state.quantized import QuantizedTensor
+from functional_lowbit.checkpoint._state_dict import load_state_dict, state_dict
 from functional_lowbit.sharding import local_of
 from functional_lowbit.transforms._inject import InjectHyperparamsState
 from functional_lowbit.transforms._partition import PartitionState
@@ -34,7 +34,7 @@ def map_leaves(visit: Callable[[str | None, str, Any], Any], state: Any, names: 
     wanted = set(names)
 
     def walk(node: Any, path: str, owner: str | None, has_own_names: bool = False) -> Any:
-        level = None if isinstance(node, QuantizedTensor) else _tree.children(node)
+        level = None if isinstance(node, QuantizedTensor) else _optree.children(node)
         if level is None:
             return visit(owner, path or "state", node)
         kids, kid_names, rebuild = level
@@ -60,7 +60,7 @@ def live(leaves: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
     A leaf that is saved as numbers instead of its codes stands there itself, a `QuantizedTensor`.
     """
-    own = {id(x) for leaf in leaves.values() for x in _tree.leaves(leaf)}
+    own = {id(x) for leaf in leaves.values() for x in _optree.leaves(leaf)}
     entries = save(leaves, device)
     for key, value in entries.items():
         if key != SCHEMA and isinstance(value, Tensor) and id(value) not in own:
@@ -115,7 +115,7 @@ def write_(leaf: Any, new: Any) -> Any:
     """Copy a new leaf, of the same dtypes and shapes, into the tensors of a leaf; returned. A number is replaced."""
     if not isinstance(leaf, (Tensor, QuantizedTensor)):
         return new
-    for place, value in zip(_tree.leaves(leaf), _tree.leaves(new), strict=True):
+    for place, value in zip(_optree.leaves(leaf), _optree.leaves(new), strict=True):
         local_of(place).copy_(local_of(value))
     return leaf
 
@@ -124,7 +124,7 @@ def equal(a: Any, b: Any) -> bool:
     """Whether two leaves of one kind hold the same numbers; NaN is equal to NaN."""
     if a is b or not isinstance(a, (Tensor, QuantizedTensor)):
         return a is b or a == b
-    pairs = [(local_of(x), local_of(y)) for x, y in zip(_tree.leaves(a), _tree.leaves(b), strict=True)]
+    pairs = [(local_of(x), local_of(y)) for x, y in zip(_optree.leaves(a), _optree.leaves(b), strict=True)]
     return all(bool(((x == y) | ((x != x) & (y != y))).all()) for x, y in pairs)
 
 

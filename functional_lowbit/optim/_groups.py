@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from functional_lowbit._base import GradientTransformation
-from functional_lowbit._check import is_transformation
+from functional_lowbit._core.contract.base import GradientTransformation
+from functional_lowbit._core.contract.refuse import is_transformation
 from functional_lowbit.optim._hyper import Hypers
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit._base import GradientTransformation
-from functional_lowbit._check import is_transformation
+from functional_lowbit._core.contract.base import GradientTransformation
+from functional_lowbit._core.contract.refuse import is_transformation
 
 
 class Hypers:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from functional_lowbit._base import GradientTransformation
-from functional_lowbit._compile import compile
+from functional_lowbit._core.contract.base import GradientTransformation
+from functional_lowbit._core.step.compile import compile
 from functional_lowbit.optim._groups import NumberlessGroup, check_tx, make_tx, params_of, refuse_numbers
 from functional_lowbit.optim._orphans import refuse_orphans
 from functional_lowbit.optim._param_tree import ParamTree

@@ -7,7 +7,7 @@ from typing import Any, TypedDict, Unpack
 from torch import Tensor
 
 from functional_lowbit import formats
-from functional_lowbit._low_bit import FormatChoice, Where
+from functional_lowbit.transforms._low_bit import FormatChoice, Where
 
 
 class Options(TypedDict, total=False):

@@ -6,9 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from functional_lowbit import _check, _interrupted, _tree
-from functional_lowbit._base import GradientTransformation
-from functional_lowbit._compile import Step
+from functional_lowbit import _optree
+from functional_lowbit._core.contract import interrupted
+from functional_lowbit._core.contract.base import GradientTransformation
+from functional_lowbit._core.state import fits
+from functional_lowbit._core.step.step import Step
 from functional_lowbit.optim import _entries
 from functional_lowbit.optim._groups import refuse_numbers
 from functional_lowbit.optim._hyper import Hypers
@@ -44,7 +46,7 @@ class ParamTree:
     def link(self, state: Any) -> None:
         """Take a state, and find out which leaf belongs to which parameter."""
         self.state = state
-        self.tensors = _tree.leaves(state)
+        self.tensors = _optree.leaves(state)
         own: dict[str, dict[str, Any]] = {name: {} for name in self.params}
         shared: dict[str, Any] = {}
 
@@ -112,13 +114,13 @@ class ParamTree:
                     )
         grads = {name: p.grad if p.requires_grad else None for name, p in self.params.items()}
         if not alone:
-            _check.updates("Optimizer.step", list(self.params), list(grads.values()), list(self.params.values()))
+            fits.updates("Optimizer.step", list(self.params), list(grads.values()), list(self.params.values()))
         return grads
 
     def update_(self, grads: Mapping[str, Tensor | None]) -> bool:
         """One step, written into parameters and state. Whether the state has other tensors now."""
         _, self.state = self.step(grads, self.state, self.params)
-        tensors = _tree.leaves(self.state)
+        tensors = _optree.leaves(self.state)
         if len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors)):
             return False
         self.link(self.state)
@@ -167,7 +169,7 @@ class ParamTree:
             return leaf if leaves is None else _entries.write_(leaf, leaves[name])
 
         state = _entries.map_leaves(write, self.state, self.params)
-        _interrupted.forget(state)  # what was not written is of parameters that no step touches
+        interrupted.forget(state)  # what was not written is of parameters that no step touches
         self.link(state)
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch.optim.optimizer import ParamsT
 
-from functional_lowbit._base import GradientTransformation
+from functional_lowbit._core.contract.base import GradientTransformation
 from functional_lowbit.formats import Format
 from functional_lowbit.optim._groups import params_of
 from functional_lowbit.optim._optimizer import Optimizer

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit import _check
-from functional_lowbit._base import GradientTransformation
-from functional_lowbit._leafwise import leafwise
-from functional_lowbit._low_bit import FormatChoice, Where, low_bit
+from functional_lowbit._core.contract import refuse
+from functional_lowbit._core.contract.base import GradientTransformation
+from functional_lowbit._core.leafwise.leafwise import leafwise
 from functional_lowbit.transforms._adam import scale_by_adam
 from functional_lowbit.transforms._chain import chain
 from functional_lowbit.transforms._decay import add_decayed_weights
 from functional_lowbit.transforms._lion import scale_by_lion
+from functional_lowbit.transforms._low_bit import FormatChoice, Where, low_bit
 from functional_lowbit.transforms._scale import scale, scale_by_learning_rate
 from functional_lowbit.transforms._sgd import TraceState
 
@@ -70,8 +70,8 @@ def damped_trace(momentum: float, dampening: float, nesterov: bool = False) -> G
     References:
         torch.optim.SGD. There a parameter's first gradient is meant, here the first step.
     """
-    _check.hyperparameter("sgd", "momentum", momentum, at_least=0.0)
-    _check.hyperparameter("sgd", "dampening", dampening)
+    refuse.hyperparameter("sgd", "momentum", momentum, at_least=0.0)
+    refuse.hyperparameter("sgd", "dampening", dampening)
     return leafwise(
         _look_ahead if nesterov else _sum_up,
         state=TraceState,
@@ -107,6 +107,6 @@ def _stored(
     where: Where | None,
 ) -> GradientTransformation:
     """The rule in front of its learning rate, with moments in few bits."""
-    _check.hyperparameter(speaker, "lr", lr, at_least=0.0)
+    refuse.hyperparameter(speaker, "lr", lr, at_least=0.0)
     tx = chain(*([scale(-1.0)] if maximize else []), *inner, scale_by_learning_rate(lr))
     return low_bit(tx, format, block_size=block_size, min_size=min_size, where=where)

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 from world import World
 
 import functional_lowbit as fl
-from functional_lowbit._offload import offloaded
 from functional_lowbit.sharding import ShardSpec, local_of
+from functional_lowbit.transforms._offload import offloaded
 
 SHAPES = {"w": (129, 192), "rows": (5, 3000), "b": (5,), "none": (1, 7)}  # on 2 ranks uneven, and one empty
 SIZE = 10_000  # bytes of a buffer; a rank holds 12384 elements of w

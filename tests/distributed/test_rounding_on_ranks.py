@@ -14,9 +14,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from world import World
 
 import functional_lowbit as fl
-from functional_lowbit._grid import grid_of
-from functional_lowbit._index import global_index
+from functional_lowbit.formats._grid import grid_of
 from functional_lowbit.sharding import ShardSpec
+from functional_lowbit.sharding._index import global_index
 
 SHAPES = [(129, 192), (5,), (1,), (2, 3), (7, 4, 6), (0, 4), (3, 2, 5, 4), ()]
 

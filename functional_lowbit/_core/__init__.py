@@ -1,0 +1,6 @@
+"""The machine behind what a user types.
+
+Imports:
+
+Imports: nothing
+"""

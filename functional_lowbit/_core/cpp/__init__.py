@@ -1,0 +1,4 @@
+"""A traced graph as C++, compiled once and kept.
+
+Imports: nothing
+"""

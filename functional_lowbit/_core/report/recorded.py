@@ -1,0 +1,87 @@
+"""What `record_quantization_error` has recorded: its state, and the report that is read from it."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from functional_lowbit import _optree
+from functional_lowbit._core.report.error_table import ErrorReport, ErrorRow
+from functional_lowbit._core.report.errors import UPDATE, by_path, moment_trees
+from functional_lowbit._core.state.quantized import QuantizedTensor
+from functional_lowbit._optree import Tree
+
+Numbers = tuple[float, float, float]
+"""The error of the last look, the mean and the largest."""
+
+
+class QuantizationErrorState(NamedTuple):
+    """Errors of the moments and of the update, by the moment's name or "update"; all on the CPU, the same on each rank.
+
+    They are relative, in the Euclidean norm; 0 before the first look.
+    """
+
+    PER_LEAF = ("looks", "last", "mean", "largest")
+
+    step: Tensor  # int64[]; updates made so far
+    last_step: Tensor  # int64[]; the step of the last look, counted from 1; 0 before the first
+    looks: Tree  # int64[], like params; looks at each leaf
+    last: dict[str, Tree]  # float32[], like params; at the last look
+    mean: dict[str, Tree]  # float32[], like params; over all looks
+    largest: dict[str, Tree]  # float32[], like params; over all looks
+    inner_state: Any
+
+
+def recorded_quantization_error(state: Any) -> ErrorReport:
+    """What `record_quantization_error` has recorded.
+
+    Args:
+        state: A state with a `QuantizationErrorState` somewhere inside; of several, the first counts.
+
+    Returns:
+        An `ErrorReport`, with a row for each leaf that was looked at. It holds numbers, no tensors: keep one now and
+        then for a history.
+
+    Raises:
+        ValueError: if there is none in the state.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> tx = fl.record_quantization_error(fl.lion8bit(1e-3), every=10)
+        >>> fl.recorded_quantization_error(tx.init({"w": torch.zeros(64, 64)}))
+        ErrorReport(rows=(), step=None)
+    """
+    own = _find(state)
+    if own is None:
+        raise ValueError(
+            "recorded_quantization_error: the state has no QuantizationErrorState inside; use "
+            "fl.record_quantization_error(tx)"
+        )
+    looks = {path: int(n) for path, n in by_path(own.looks).items() if int(n)}
+    found: dict[str, dict[str, Numbers]] = {}
+    for name in own.last:
+        kinds = [by_path(trees[name]) for trees in (own.last, own.mean, own.largest)]
+        last, mean, largest = ({path: float(x) for path, x in kind.items()} for kind in kinds)
+        found[name] = {path: (last[path], mean[path], largest[path]) for path in last if path in looks}
+    return ErrorReport(rows(own.inner_state, found, looks), int(own.last_step) if looks else None)
+
+
+def rows(state: Any, errors: dict[str, dict[str, Numbers]], looks: dict[str, int]) -> tuple[ErrorRow, ...]:
+    """Leaf by leaf: its moments, then its update."""
+    resting = {name: {p: _format(x) for p, x in by_path(tree).items()} for name, tree in moment_trees(state).items()}
+    rows = []
+    for path, n in looks.items():
+        kinds = {name: of[path] for name, of in resting.items() if path in of}
+        kinds[UPDATE] = " and ".join(dict.fromkeys(kinds.values()))
+        rows += [ErrorRow(path, name, kinds[name], *of[path], n) for name, of in errors.items() if path in of]
+    return tuple(rows)
+
+
+def _format(leaf: Any) -> str:
+    return leaf.format.name if isinstance(leaf, QuantizedTensor) else "float32"
+
+
+def _find(state: Any) -> QuantizationErrorState | None:
+    if isinstance(state, QuantizationErrorState):
+        return state
+    level = None if isinstance(state, QuantizedTensor) else _optree.children(state)
+    return None if level is None else next((s for s in map(_find, level[0]) if s is not None), None)

@@ -1,0 +1,149 @@
+"""What transformations are made of: parts that hold other parts, and how a part's state is found inside the whole.
+
+A `Part` is a callable that serves as the `update` of a `GradientTransformation`. Called, it does what optax's update
+does. The compiled step does not call it: it takes the tree of parts apart, down to leaf functions, and fuses those.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from functional_lowbit import _optree
+from functional_lowbit._core.contract.base import GradientTransformation, Moment, moments_of
+from functional_lowbit._optree import Tree
+
+
+class Rest(Protocol):
+    """Decides how a new moment is kept: `rest(field, moment, path, param, value)`.
+
+    `value` makes this rank's part in float32, or is None for zeros.
+    """
+
+    def __call__(
+        self, field: str, moment: Moment, path: str, param: Tensor, value: Callable[[], Tensor] | None
+    ) -> Any: ...
+
+
+class Part(ABC):
+    """The `update` of a transformation whose inside is known."""
+
+    @abstractmethod
+    def init_state(self, params: Tree, rest: Rest) -> Any:
+        """A new state, its moments kept as `rest` decides."""
+
+    @abstractmethod
+    def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
+        """The pure update."""
+
+    def structure(self) -> Any:
+        """What this part's states are built by, beside inner parts: one made anew with other numbers has the same."""
+        return ()
+
+
+class Composite(Part):
+    """A part that holds other parts, and their states inside its own."""
+
+    inner: tuple[GradientTransformation, ...]
+    sequential = False  # whether the inner transformations see the same trees as this one, one after the other
+    offloads = False  # whether the moments inside rest on the CPU, see `transforms._offload`
+
+    @abstractmethod
+    def split(self, state: Any) -> Sequence[Any]:
+        """The states of the inner transformations, in order."""
+
+    @abstractmethod
+    def join(self, state: Any, states: Sequence[Any]) -> Any:
+        """This part's state with the inner states replaced."""
+
+    def narrow(self, params: Tree) -> Tree:
+        """The tree that the inner transformations see; masks take leaves away."""
+        return params
+
+
+class Gated(Composite):
+    """A composite that, at each step, may leave its inner update out."""
+
+    @abstractmethod
+    def decide(self, updates: Tree, state: Any) -> tuple[Tensor, Any]:
+        """Whether the inner update is made, bool[], and this part's own state moved on (inner state as it was)."""
+
+
+class HostGated(Composite):
+    """A composite that makes its inner update at some steps only, which numbers on the CPU decide.
+
+    At the other steps nothing inside it is run at all, and updates are zeros behind it.
+    """
+
+    sequential = True
+    rule: Any  # the `Leafwise` of what it does with updates at every step; its state class is that of this part
+
+    @abstractmethod
+    def opens(self, state: Any) -> bool:
+        """Whether the inner update is made at this step."""
+
+    @abstractmethod
+    def missed(self, moment: Tensor, state: Any) -> Tensor:
+        """What a moment of the rule, or a part of it, becomes where a leaf has no gradient at this step."""
+
+
+class Renewing(Composite):
+    """A composite whose inner transformation is made anew from numbers in its state."""
+
+    sequential = True
+
+    @abstractmethod
+    def advance(self, state: Any) -> tuple[dict[str, Tensor], Any]:
+        """This step's numbers, 0-d, by name, and this part's own state moved on (inner state as it was).
+
+        Raises:
+            TypeError, ValueError: for numbers that cannot be meant.
+        """
+
+    @abstractmethod
+    def make(self, numbers: dict[str, Tensor]) -> GradientTransformation:
+        """The inner transformation with these numbers."""
+
+
+def init_with(tx: GradientTransformation, params: Tree, rest: Rest) -> Any:
+    """`tx.init(params)`, with moments kept as `rest` decides, also inside transformations that know nothing of it."""
+    if isinstance(tx.update, Part):
+        return tx.update.init_state(params, rest)
+    leaves, treedef = _optree.flatten(params)
+    paths = _optree.names(treedef)
+
+    def keep(field: str, moment: Moment, tree: Tree) -> Tree:
+        kept = []
+        for path, param, value in zip(paths, leaves, _optree.flatten_up_to(treedef, tree), strict=True):
+            kept.append(rest(field, moment, path, param, (lambda v=value: v)) if isinstance(value, Tensor) else value)
+        return _optree.unflatten(treedef, kept)
+
+    return map_moments(keep, tx.init(params))
+
+
+def map_moments(function: Callable[..., Tree], state: Any, *others: Any) -> Any:
+    """A state with `function(field, moment, tree, *the others' trees)` in place of each declared moment.
+
+    Moments are declared by the state's class (`mu: Signed`), however deep it sits in tuples, lists, dicts or other
+    states.
+    """
+    level = _optree.children(state)
+    if level is None:
+        return state
+    kids, names, rebuild = level
+    declared = moments_of(type(state))
+    other_kids = []
+    for other in others:
+        below = _optree.children(other)
+        if below is None or len(below[0]) != len(kids):
+            raise ValueError(f"the states differ in structure: {type(state).__name__} against {type(other).__name__}")
+        other_kids.append(below[0])
+    new = []
+    for i, (kid, name) in enumerate(zip(kids, names, strict=True)):
+        rests = [o[i] for o in other_kids]
+        if name in declared:
+            new.append(function(name, declared[name], kid, *rests))
+        else:
+            new.append(map_moments(function, kid, *rests))
+    return rebuild(new)

@@ -1,0 +1,173 @@
+"""How leaves reach the kernel: a large even leaf as a view, small and uneven ones copied together.
+
+The kernel takes contiguous [n_blocks, block] (or flat [n]) tensors with every size at least 2. A large leaf that is
+contiguous and has an even grid is such a tensor already. Anything else is copied into a staging buffer, several leaves
+in one, worked on there, and copied back.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from functional_lowbit.formats._grid import Grid
+
+SMALL = 2**16  # elements; about as many are worked on in the time that one call takes
+PART = 2**20  # elements of a large leaf in one call: what a kernel writes to memory in between stays this small
+CHUNK = 2**18  # elements of a staging buffer: it stays in the cache, and peak memory stays small
+
+
+class Leaf(NamedTuple):
+    """This rank's part of one leaf."""
+
+    grid: Grid | None  # None: no moment has scales, and the leaf is worked on as a flat tensor
+    tensors: tuple[Tensor, ...]  # the kernel's arguments: gradient, parameter, moments, …
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.tensors[0].numel()
+
+
+def each_block(leaf: Leaf, shaped: Sequence[bool]) -> Leaf:
+    """A leaf whose numbers for the whole leaf are repeated for each of its blocks."""
+    if all(like or x.ndim for x, like in zip(leaf.tensors, shaped, strict=True)):
+        return leaf
+    assert leaf.grid is not None
+    rows = (leaf.grid.n_blocks, 1)
+    tensors = (
+        x if like or x.ndim else x.expand(rows).contiguous() for x, like in zip(leaf.tensors, shaped, strict=True)
+    )
+    return Leaf(leaf.grid, tuple(tensors))
+
+
+def with_lengths(leaf: Leaf, at: int) -> Leaf:
+    """A leaf with the lengths of its blocks in front of tensor `at`."""
+    assert leaf.grid is not None
+    lengths = leaf.grid.lengths(leaf.tensors[0].device)
+    return Leaf(leaf.grid, (*leaf.tensors[:at], lengths, *leaf.tensors[at:]))
+
+
+def run(leaves: Iterable[Leaf], shaped: Sequence[bool], call: Callable[[list[Tensor]], None]) -> None:
+    """Call the kernel for leaves that share it.
+
+    Args:
+        leaves: Not empty ones only; their first tensor (the gradient) is read, the others may be written.
+        shaped: For each of a leaf's tensors, whether it has the leaf's shape; else it is [n_blocks, any].
+        call: Takes the tensors as the kernel wants them, and writes into them.
+    """
+    pending: dict[int, list[Leaf]] = {}
+    waiting: dict[int, int] = {}
+    for leaf in leaves:
+        if leaf.numel == 0:
+            continue
+        if _is_direct(leaf, shaped):
+            views = [_spread(leaf.grid, x) if like else x for x, like in zip(leaf.tensors, shaped, strict=True)]
+            for first, last in _spans(views[0].shape[0], PART // (1 if leaf.grid is None else leaf.grid.block)):
+                call([x[first:last] for x in views])
+            continue
+        block = 0 if leaf.grid is None else leaf.grid.block
+        for piece in pieces(leaf, shaped, CHUNK):
+            pending.setdefault(block, []).append(piece)
+            waiting[block] = waiting.get(block, 0) + piece.numel
+            if waiting[block] >= CHUNK:
+                _run_staged(pending.pop(block), shaped, call)
+                waiting[block] = 0
+    for batch in pending.values():
+        _run_staged(batch, shaped, call)
+
+
+def _spans(length: int, step: int) -> Iterator[tuple[int, int]]:
+    """[0, step), [step, 2 step), …; a rest of one is added to the span before it, since sizes are at least 2."""
+    step = max(step, 2)
+    for first in range(0, max(length - 1, 1), step):
+        last = first + step
+        yield first, length if last >= length - 1 else last
+
+
+def _is_direct(leaf: Leaf, shaped: Sequence[bool]) -> bool:
+    if leaf.numel < SMALL or (leaf.grid is not None and (leaf.grid.padding or leaf.grid.n_blocks < 2)):
+        return False
+    return all(x.is_contiguous() for x, like in zip(leaf.tensors, shaped, strict=True) if like)
+
+
+def _spread(grid: Grid | None, x: Tensor) -> Tensor:
+    """A tensor of the leaf's shape as [n_blocks, block], or flat."""
+    if grid is None:
+        return x if x.ndim == 1 else x.reshape(-1)
+    return grid.to_blocks(x)
+
+
+def _gathered(grid: Grid | None, x: Tensor, shape: Sequence[int]) -> Tensor:
+    """The way back from `_spread`."""
+    if grid is None:
+        return x if len(shape) == 1 else x.view(shape)
+    return grid.from_blocks(x, shape)
+
+
+def pieces(leaf: Leaf, shaped: Sequence[bool], size: int) -> Iterator[Leaf]:
+    """A leaf to be staged, in pieces of at most `size` elements: rows, or for a single row blocks.
+
+    A block is never cut, nor is a single row that does not lie in one piece of memory; such pieces may be larger.
+    """
+    grid = leaf.grid
+    if leaf.numel <= size:
+        yield leaf
+        return
+    if grid is None or grid.rows == 1:
+        if all(x.is_contiguous() or x.ndim == 1 for x, like in zip(leaf.tensors, shaped, strict=True) if like):
+            leaf = Leaf(grid, tuple(x.view(-1) if like else x for x, like in zip(leaf.tensors, shaped, strict=True)))
+        elif grid is not None:
+            yield leaf
+            return
+    rows = leaf.tensors[0].shape[0]
+    if rows == 1:
+        yield leaf
+    elif grid is None or grid.rows > 1:
+        step = max(1, size * rows // leaf.numel)
+        each = 1 if grid is None else grid.rows // rows  # more than 1 where dimension 0 does not count rows alone
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            part = grid and grid._replace(rows=(last - first) * each)
+            yield from pieces(_part(leaf, shaped, (first, last), part, (first * each, last * each)), shaped, size)
+    else:
+        step = max(1, size // grid.block)
+        for first in range(0, grid.n_blocks, step):
+            last = min(first + step, grid.n_blocks)
+            span = (first * grid.block, min(last * grid.block, rows))
+            yield _part(leaf, shaped, span, Grid(1, span[1] - span[0], grid.block, last - first), (first, last))
+
+
+def _part(leaf: Leaf, shaped: Sequence[bool], span: tuple[int, int], grid: Grid | None, rows: tuple[int, int]) -> Leaf:
+    """The elements `span` of dimension 0, with the blocks that belong to them."""
+    per_row = 1 if leaf.grid is None or leaf.grid.rows == 1 else leaf.grid.blocks_per_row
+    return Leaf(
+        grid,
+        tuple(
+            x[span[0] : span[1]] if like else x[rows[0] * per_row : rows[1] * per_row] if x.ndim else x
+            for x, like in zip(leaf.tensors, shaped, strict=True)
+        ),
+    )
+
+
+def _run_staged(batch: list[Leaf], shaped: Sequence[bool], call: Callable[[list[Tensor]], None]) -> None:
+    """Copy leaves together, call the kernel, copy the results back."""
+    arguments, lengths = [], []
+    for i, like in enumerate(shaped):
+        parts = [_spread(leaf.grid, leaf.tensors[i]) if like else leaf.tensors[i] for leaf in batch]
+        lengths.append([part.shape[0] for part in parts])
+        together = torch.cat(parts)
+        if together.shape[0] < 2:  # a size of 1 would be taken for a constant
+            together = F.pad(together, (0, 0) * (together.ndim - 1) + (0, 1), value=1.0)
+        arguments.append(together)
+    call(arguments)
+    for i, like in enumerate(shaped):
+        if i == 0:
+            continue
+        parts = arguments[i][: sum(lengths[i])].split(lengths[i])
+        places = [leaf.tensors[i] for leaf in batch]
+        if like:
+            parts = [_gathered(leaf.grid, x, place.shape) for leaf, x, place in zip(batch, parts, places, strict=True)]
+        torch._foreach_copy_(places, list(parts))  # pyright: ignore[reportPrivateImportUsage]

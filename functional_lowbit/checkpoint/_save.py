@@ -1,0 +1,229 @@
+"""Checkpoints in the files of torch.distributed.checkpoint: any number of ranks, whole or not there at all."""
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import save as save_on_ranks
+from torch.distributed.tensor import DTensor
+
+from functional_lowbit.checkpoint import _folder, _ranks, _schema, _state_dict
+
+_log = logging.getLogger("functional_lowbit.checkpoint")
+
+
+_writer: list[ThreadPoolExecutor] = []  # one thread, so that all ranks write the checkpoints in one order
+
+
+_running: dict[Path, object] = {}  # the call that writes each path
+
+
+def save(path: str | os.PathLike[str], tree: Any) -> None:
+    """Write a checkpoint: params, optimizer states and numbers, in one tree. Every rank must call this.
+
+    The files are written beside an older checkpoint of the same name, forced to the disk, and renamed at the end. So a
+    process that is killed, or a disk that is full, leaves the older one as it was. The tree is not changed.
+
+    Args:
+        path: A folder; made if it is not there, with its parents. What it replaces must be a checkpoint, and goes with
+            all that was put into it. One job at a time may write there.
+        tree: A tree of tensors, DTensors, states and numbers, for instance `{"params": params, "state": state,
+            "extra": {"epoch": 3}}`. Tensors that are no DTensors, and numbers, must be equal on all ranks.
+
+    Raises:
+        OSError: where nothing can be written: a read-only folder, a full disk. On all ranks.
+        ValueError: if `path` is something else than a checkpoint, or is being written by another call or process;
+            if ranks give different paths, structures or numbers.
+        RuntimeError: if another rank ended, or if there is no process group any more for DTensors of several ranks.
+        TypeError: for a leaf that cannot be saved.
+
+    Example:
+        >>> import tempfile, torch, functional_lowbit as fl
+        >>> tx, params = fl.adam8bit(1e-3), {"w": torch.ones(64, 64)}
+        >>> tree = {"params": params, "state": tx.init(params), "epoch": 3}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fl.checkpoint.save(f"{folder}/last", tree)
+        ...     loaded = fl.checkpoint.load(f"{folder}/last", {**tree, "epoch": 0})
+        >>> loaded["epoch"], loaded["state"][0].mu["w"]
+        (3, QuantizedTensor(companded8, shape=(64, 64), block_size=256))
+    """
+    speaker, target = "checkpoint.save", _folder.real(path)
+    call = object()
+    try:
+        flat = _ranks.together(speaker, lambda: _flat(speaker, target, tree, call))
+        _same_on_all(speaker, target, flat)
+        _write(speaker, target, flat, None, _ranks.number())
+    finally:
+        _leave(target, call)
+
+
+def async_save(path: str | os.PathLike[str], tree: Any) -> "Future[None]":
+    """As `save`, in a thread. The tree is copied before this returns, so that training may go on at once.
+
+    Every rank must call this. Several calls are written one after the other. The process group must be there until the
+    result is; what fails is also logged, as a warning of the logger `functional_lowbit.checkpoint`.
+
+    Args:
+        path: As in `save`.
+        tree: As in `save`.
+
+    Returns:
+        A future; `.result()` waits until the checkpoint is in place, and raises what `save` would have raised.
+
+    Raises:
+        ValueError: if `path` is already being written; if ranks give different paths, structures or numbers.
+        TypeError: for a leaf that cannot be saved.
+
+    Example:
+        >>> import tempfile, torch, functional_lowbit as fl
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saving = fl.checkpoint.async_save(f"{folder}/last", {"w": torch.ones(2)})
+        ...     saving.result()
+        ...     fl.checkpoint.load(f"{folder}/last", {"w": torch.zeros(2)})
+        {'w': tensor([1., 1.])}
+    """
+    speaker, target = "checkpoint.async_save", _folder.real(path)
+    call = object()
+
+    def write() -> None:
+        try:
+            _write(speaker, target, flat, group, rank)
+        except Exception as error:
+            _log.warning("%s", error)  # the future tells only who asks
+            raise
+        finally:
+            _leave(target, call)
+
+    try:
+        flat = _ranks.together(speaker, lambda: _copied(_flat(speaker, target, tree, call)))
+        _same_on_all(speaker, target, flat)
+        group, rank = _ranks.own_group(), _ranks.number()
+        if not _writer:
+            _writer.append(ThreadPoolExecutor(1, "functional_lowbit.checkpoint"))
+        return _writer[0].submit(write)
+    except BaseException:
+        _leave(target, call)
+        raise
+
+
+def _flat(speaker: str, target: Path, tree: Any, call: object) -> dict[str, Any]:
+    """What is written; from here to `_leave` no other call of this process may write at `target`."""
+    if _running.setdefault(target, call) is not call:
+        raise ValueError(f"{speaker}: {str(target)!r} is being written by another save; wait for its result first")
+    return _state_dict.state_dict(tree)
+
+
+def _leave(target: Path, call: object) -> None:
+    if _running.get(target) is call:
+        _folder.release(target)
+        del _running[target]
+
+
+def _forget() -> None:
+    """A forked child has no thread that writes, and writes nothing yet."""
+    _writer.clear()
+    _running.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _same_on_all(speaker: str, target: Path, flat: Mapping[str, Any]) -> None:
+    _ranks.same(speaker, "path", str(target))
+    _ranks.same(speaker, "the tree's structure", flat[_schema.SCHEMA])
+    numbers = {name: repr(x) for name, x in flat.items() if not isinstance(x, Tensor)}  # nan is not nan, 'nan' is
+    _ranks.same(speaker, "a number in the tree", numbers)
+
+
+def _write(speaker: str, target: Path, flat: dict[str, Any], group: Any, rank: int | None) -> None:
+    """Write the files and put them in place; `rank` is what it was when the caller asked, None without ranks."""
+    if rank is None and any(map(_on_several, flat.values())):
+        raise _no_group(speaker, target)
+    _on_first(speaker, target, group, rank, _folder.prepare)
+    writer = _Writer(_folder.partial(target))
+    try:
+        if rank is not None:
+            save_on_ranks(flat, storage_writer=writer, process_group=group)
+        else:
+            _write_alone(flat, writer)
+    except CheckpointException as failed:  # on all ranks
+        if not rank:
+            _folder.discard(target)
+        rank, (error, _) = next(iter(failed.failures.items()))
+        raise _cannot_write(speaker, target, error, f" on rank {rank}") from failed
+    except Exception as error:
+        if rank is not None and not _ranks.here():
+            raise _no_group(speaker, target) from error
+        if rank is not None:
+            text = f"{speaker}: another rank ended, or did not come, while {str(target)!r} was written: {error}"
+            raise RuntimeError(text) from error
+        _folder.discard(target)
+        raise _cannot_write(speaker, target, error, "") from error
+    _on_first(speaker, target, group, rank, _folder.put_in_place)
+
+
+def _on_first(speaker: str, target: Path, group: Any, rank: int | None, action: Callable[[str, Path], None]) -> None:
+    """What one rank does for all."""
+    if rank is not None and not _ranks.here():
+        raise _no_group(speaker, target)
+    _ranks.together(speaker, lambda: None if rank else action(speaker, target), group)
+
+
+def _no_group(speaker: str, target: Path) -> RuntimeError:
+    return RuntimeError(
+        f"{speaker}: {str(target)!r} was not written, its ranks have no process group any more; destroy it when the "
+        "checkpoint is in place"
+    )
+
+
+def _on_several(x: Any) -> bool:
+    return isinstance(x, DTensor) and x.device_mesh.size() > 1
+
+
+class _Writer(FileSystemWriter):
+    """Tells of a full disk, which torch hides behind an error of its own about positions in a file."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from None
+
+
+def _cannot_write(speaker: str, target: Path, error: BaseException, where: str) -> OSError:
+    kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+    return OSError(
+        f"{speaker}: could not write {str(target)!r}{where}: {kind}{error}; what was saved there before is untouched"
+    )
+
+
+def _write_alone(flat: dict[str, Any], writer: _Writer) -> None:
+    """The steps of dcp.save for one process, which it takes with a warning that there are no ranks."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(flat, writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    writer.finish(metadata, [writer.write_data(plan, planner).wait()])
+
+
+def _copied(flat: Mapping[str, Any]) -> dict[str, Any]:
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        staged = stager.stage(dict(flat))
+        assert isinstance(staged, dict)  # and no future, as the options say
+        return staged
+    finally:
+        stager.close()
