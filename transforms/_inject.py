@@ -48,10 +48,8 @@ class InjectHyperparams(Renewing):
     def firsts(self) -> dict[str, Tensor]:
         """New tensors for the numbers of the first step."""
         step = torch.zeros((), dtype=torch.int64, device="cpu")
-        values = {
-            name: self._scheduled(name, step) if name in self.schedules else self.first[name] for name in self.names
-        }
-        return {name: self._tensor(name, value).detach().clone() for name, value in values.items()}
+        values = self.first | {name: self._scheduled(name, step) for name in self.schedules}
+        return {name: self._tensor(name, values[name]).detach().clone() for name in self.names}
 
     def make(self, numbers: dict[str, Tensor]) -> GradientTransformation:
         """The inner transformation with these numbers."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from functional_lowbit._core.cpp import library
-from functional_lowbit._core.cpp.block import Argument
 from functional_lowbit._core.cpp.loops import Argument
 from functional_lowbit._core.cpp.source import source
 from functional_lowbit._core.step.kernel import KernelKey, make_compute
