@@ -40,7 +40,7 @@ parity: $(PARITY_VENV)/.installed-parity
 	$(PARITY_VENV)/bin/python -m pytest tests/parity $(PYTEST_ARGS)
 
 hosts: $(PARITY_VENV)/.installed-torchtitan
-	$(PARITY_VENV)/bin/python -m pytest tests/hosts tests/test_plan_files.py tests/test_cli_plan.py $(PYTEST_ARGS)
+	$(PARITY_VENV)/bin/python -m pytest tests/hosts tests/core/report/test_plan_files.py tests/cli/test_cli_plan.py $(PYTEST_ARGS)
 
 bench: $(PARITY_VENV)/.installed-parity
 	$(PARITY_VENV)/bin/python benchmarks/step_time.py $(BENCH_ARGS)

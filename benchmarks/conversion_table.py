@@ -74,7 +74,7 @@ def main() -> None:
     for name, make in adams().items():
         for words, shape in SHAPES.items():
             print(row(f"{name}, {words}", train(make, shape), shape))
-    file = Path(__file__).parents[1] / "tests" / "flashoptim.pt"
+    file = Path(__file__).parents[1] / "tests" / "convert" / "flashoptim.pt"
     flash = torch.load(file, weights_only=True)["adamw, bfloat16, 24 bits"]["saved"]
     one = {
         "state": {0: flash["state"][0]},

@@ -1,7 +1,7 @@
 """What format_study.py puts beside the library's formats: ideas that would have to earn a place.
 
 A candidate keeps the promises that the study's numbers depend on (0 is 0, a live second moment never reads as 0), and
-not all of those in tests/format_table.py: NaN, Inf and tiny blocks are not looked after.
+not all of those in tests/support/format_table.py: NaN, Inf and tiny blocks are not looked after.
 """
 
 import math

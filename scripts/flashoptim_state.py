@@ -1,4 +1,4 @@
-"""Write tests/flashoptim.pt: optimizer states that FlashOptim itself made, for tests/test_convert_flashoptim.py.
+"""Write tests/convert/flashoptim.pt: optimizer states that FlashOptim itself made, for test_convert_flashoptim.py.
 
     pip install flashoptim==0.1.4 triton
     TRITON_INTERPRET=1 python scripts/flashoptim_state.py
@@ -111,7 +111,7 @@ def main() -> None:
     """All of them into one file."""
     flash = on_the_cpu()
     found = {name: run(flash, *how) for name, how in optimizers(flash).items()}
-    torch.save(found, Path(__file__).parents[1] / "tests" / "flashoptim.pt")
+    torch.save(found, Path(__file__).parents[1] / "tests" / "convert" / "flashoptim.pt")
 
 
 if __name__ == "__main__":

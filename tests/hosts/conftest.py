@@ -1,16 +1,12 @@
 """Training loops of other libraries. Needs the `hosts` extra; `make hosts` makes an environment that has it."""
 
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+import world as w
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # models are made from configs; whoever asks the hub for one fails at once
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
-import world as w
 
 # Each rank would import them anew, which takes longer than its tests.
 w._processes.set_forkserver_preload(

@@ -16,8 +16,6 @@ roundings of 2**-9, a second moment 20 of half that weight. Where a sign is take
 turn it: then the step differs by 2 lr. Measured: 1.2 of 1000 elements at most; the bound is 3.
 """
 
-import inspect
-import types
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -32,8 +30,14 @@ import torch
 import functional_lowbit as fl
 
 STEPS = 20
+
+
 LR = 1e-2
+
+
 SHAPES = {"layer": {"w": (33, 64), "b": (64,)}, "conv": (7, 5, 3), "gain": ()}
+
+
 MASK = {"layer": {"w": True, "b": False}, "conv": True, "gain": False}
 
 
@@ -47,6 +51,8 @@ def matrices(params: Any) -> Any:
 
 
 LABELS = {"layer": {"w": "clipped", "b": "plain"}, "conv": "clipped", "gain": "frozen"}
+
+
 MASK_LABELS = {"layer": "a", "conv": "b", "gain": "a"}
 
 
@@ -145,6 +151,8 @@ CASES: dict[str, Callable[[Any], Any]] = {
     ),
     "multi_steps_in_a_chain": lambda o: o.chain(multi_steps(o, o.sgd(LR), 2), o.add_decayed_weights(LR)),
 }
+
+
 BROKEN_STEPS = (3, 8, 9)  # of apply_if_finite: an Inf or a NaN in one element, at most as often in a row as it allows
 
 
@@ -377,57 +385,6 @@ def test_state_means_the_same(case, names):
                 assert mine[name].item() == other[name].item()
 
 
-# Names and defaults --------------------------------------------------------------------------------------------------
-
-DIFFERENCES: dict[tuple[str, str], str] = {
-    ("adam", "mu_dtype"): "how a moment rests is low_bit's matter, for any moment of any optimizer",
-    ("adamw", "mu_dtype"): "as for adam",
-    ("scale_by_adam", "mu_dtype"): "as for adam",
-    ("lion", "mu_dtype"): "as for adam",
-    ("scale_by_lion", "mu_dtype"): "as for adam",
-    ("sgd", "accumulator_dtype"): "as for adam",
-    ("trace", "accumulator_dtype"): "as for adam",
-    ("scale_by_lion", "mode"): "optax's variants of Lion that are not the paper's: not built",
-    ("scale_by_lion", "smooth_beta"): "belongs to mode",
-    ("apply_if_finite", "max_consecutive_errors"): "optax has no default; ours is the 5 of its documentation",
-    ("scale_by_learning_rate", "learning_rate"): "optax lets it be left out, and then returns the identity",
-    ("inject_hyperparams", "hyperparam_dtype"): "float32, whatever the parameters are",
-    ("scale_by_factored_rms", "decay_rate_fn"): "a function of two numbers beside schedules: not built",
-    ("apply_updates", "rounding"): "ours: stochastic rounding of low-precision parameters",
-    ("apply_updates", "key"): "belongs to rounding",
-}
-POSITIONAL = {  # only ever given by position, and called otherwise
-    "chain": ("transformations", "args"),
-    "named_chain": ("transformations", "args"),
-    "global_norm": ("tree", "updates"),
-    "stateless": ("update", "f"),
-}
-
-
-def shared_functions() -> Iterator[tuple[str, Any, Any]]:
-    """(name, ours, optax's) of every public function that both have."""
-    for mine, other in ((fl, optax), (fl.schedules, optax.schedules)):
-        for name, function in vars(mine).items():
-            if isinstance(function, types.FunctionType) and hasattr(other, name) and not name.startswith("_"):
-                yield name, function, getattr(other, name)
-
-
-def test_signatures_agree_with_optax():
-    found: set[tuple[str, str]] = set()
-    names = []
-    for name, mine, other in shared_functions():
-        names.append(name)
-        p, q = (dict(inspect.signature(f).parameters) for f in (mine, other))
-        for ours, theirs in [POSITIONAL[name]] if name in POSITIONAL else []:
-            q[ours] = q.pop(theirs)
-        found |= {(name, argument) for argument in p.keys() ^ q.keys()}
-        shared = [argument for argument in p if argument in q]
-        found |= {(name, a) for a in shared if p[a].default != q[a].default or p[a].kind != q[a].kind}
-        assert shared == [argument for argument in q if argument in p], f"{name}: another order"
-    assert len(names) >= 22, names
-    assert found == set(DIFFERENCES)
-
-
 def test_state_classes_have_optax_names():
     shared = [n for n, c in vars(fl).items() if n.endswith("State") and hasattr(optax, n) and hasattr(c, "_fields")]
     assert {"ScaleByAdamState", "ScaleByLionState", "TraceState", "MaskedState", "ApplyIfFiniteState"} <= set(shared)
@@ -435,43 +392,3 @@ def test_state_classes_have_optax_names():
         theirs = tuple(RENAMED.get(field, field) for field in getattr(optax, name)._fields)
         # Every moment has a step beside it, so that any hyperparameter may be a schedule.
         assert getattr(fl, name)._fields in (theirs, ("step", *theirs))
-
-
-# Schedules -----------------------------------------------------------------------------------------------------------
-
-SCHEDULES: dict[str, Callable[[Any], Any]] = {
-    "constant": lambda s: s.constant_schedule(0.3),
-    "linear": lambda s: s.linear_schedule(1.0, 0.1, 30),
-    "linear_begin": lambda s: s.linear_schedule(0.0, 2.0, 25, transition_begin=7),
-    "linear_one_step": lambda s: s.linear_schedule(0.5, 2.0, 1),
-    "cosine_decay": lambda s: s.cosine_decay_schedule(0.7, 40),
-    "cosine_decay_alpha": lambda s: s.cosine_decay_schedule(0.7, 40, alpha=0.1),
-    "cosine_decay_exponent": lambda s: s.cosine_decay_schedule(0.7, 40, alpha=0.05, exponent=1.5),
-    "warmup_cosine_decay": lambda s: s.warmup_cosine_decay_schedule(0.0, 1.0, 10, 40),
-    "warmup_cosine_decay_end": lambda s: s.warmup_cosine_decay_schedule(0.1, 1.0, 10, 40, end_value=0.02),
-    "warmup_cosine_decay_exponent": lambda s: s.warmup_cosine_decay_schedule(0.1, 2.0, 5, 40, 0.02, exponent=2.0),
-    "warmup_cosine_decay_no_warmup": lambda s: s.warmup_cosine_decay_schedule(0.1, 1.0, 0, 40),
-    "warmup_cosine_decay_peak_0": lambda s: s.warmup_cosine_decay_schedule(0.1, 0.0, 10, 40),
-    "join": lambda s: s.join_schedules(
-        [s.constant_schedule(0.1), s.linear_schedule(0.1, 1.0, 8), s.cosine_decay_schedule(1.0, 20)], [5, 13]
-    ),
-    "join_one": lambda s: s.join_schedules([s.linear_schedule(0.0, 1.0, 8)], []),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules(name):
-    """Steps 0 to 60; every schedule here has ended by 45.
-
-    Ours compute in float64. Against optax in float32: 1e-6 of the largest value (a cosine near -1 cancels, so that the
-    last values before the end are good to that and no better). Against optax in float64: 1e-12 of the value itself,
-    and the cancellation's 1e-15.
-    """
-    mine = SCHEDULES[name](fl.schedules)
-    steps = range(61)
-    ours = np.array([float(mine(torch.tensor(t))) for t in steps])
-    single = np.array([float(SCHEDULES[name](optax.schedules)(jnp.asarray(t))) for t in steps])
-    with jax.enable_x64(True):
-        double = np.array([float(SCHEDULES[name](optax.schedules)(jnp.asarray(t))) for t in steps])
-    assert np.abs(ours - single).max() <= 1e-6 * np.abs(single).max()
-    np.testing.assert_allclose(ours, double, rtol=1e-12, atol=1e-15)
