@@ -1,92 +1,21 @@
 """The contract of a transformation, as a table: every transformation against every promise.
 
-A new optimizer is one row of `TABLE`. It then proves that it writes to none of its inputs, keeps structure, shapes and
+A new optimizer is one row of `CASES`. It then proves that it writes to none of its inputs, keeps structure, shapes and
 dtypes, compiles to the same bits in one or two graphs, donates, takes every format and survives a checkpoint.
 """
 
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers import averaged, clone, delayed, leaves, random_like, run_pure, run_step, same
+from cases import CASES
+from helpers import clone, leaves, random_like, run_pure, run_step, same
 from torch import Tensor
 
 import functional_lowbit as fl
 
-SMALL_MASK = {"w": True, "v": False, "b": True}
-
-
-def _decay_of(params: Any) -> Any:
-    return fl.tree.map(lambda p: p.ndim > 1, params)
-
-
-TABLE: dict[str, Callable[[], fl.GradientTransformation]] = {
-    "identity": fl.identity,
-    "stateless": lambda: fl.stateless(lambda updates, params: fl.tree.scale(0.5, updates)),
-    "clip": lambda: fl.clip(0.5),
-    "clip_by_global_norm": lambda: fl.clip_by_global_norm(0.5),
-    "scale": lambda: fl.scale(-0.5),
-    "scale_by_learning_rate": lambda: fl.scale_by_learning_rate(0.1),
-    "scale_by_schedule": lambda: fl.scale_by_schedule(fl.schedules.linear_schedule(0.0, 1.0, 7)),
-    "add_decayed_weights": lambda: fl.add_decayed_weights(0.1),
-    "add_decayed_weights masked": lambda: fl.add_decayed_weights(0.1, _decay_of),
-    "masked": lambda: fl.masked(fl.scale_by_adam(), SMALL_MASK),
-    "scale_by_adam": fl.scale_by_adam,
-    "adam": lambda: fl.adam(0.01),
-    "adam nesterov": lambda: fl.adam(0.01, nesterov=True),
-    "adamw": lambda: fl.adamw(fl.schedules.cosine_decay_schedule(0.01, 10), eps_root=1e-8),
-    "adamw masked": lambda: fl.adamw(0.01, weight_decay=0.1, mask=_decay_of),
-    "adam8bit": lambda: fl.adam8bit(0.01),
-    "adamw8bit": lambda: fl.adamw8bit(0.01, weight_decay=0.1),
-    "adam4bit": lambda: fl.adam4bit(0.01),
-    "adamw4bit": lambda: fl.adamw4bit(0.01, weight_decay=0.1),
-    "adamfp8": lambda: fl.adamfp8(0.01),
-    "adamwfp8": lambda: fl.adamwfp8(0.01, weight_decay=0.1),
-    "trace": lambda: fl.trace(0.9),
-    "sgd": lambda: fl.sgd(0.1),
-    "sgd momentum": lambda: fl.sgd(0.1, 0.9),
-    "sgd nesterov": lambda: fl.sgd(0.1, 0.9, nesterov=True),
-    "sgd8bit": lambda: fl.sgd8bit(0.1),
-    "scale_by_lion": fl.scale_by_lion,
-    "lion": lambda: fl.lion(0.01, weight_decay=0.1),
-    "lion8bit": lambda: fl.lion8bit(0.01, weight_decay=0.1),
-    "centralize": fl.centralize,
-    "scale_by_trust_ratio": fl.scale_by_trust_ratio,
-    "scale_by_factored_rms": fl.scale_by_factored_rms,
-    "orthogonalize": fl.orthogonalize,
-    "scale_by_muon": fl.scale_by_muon,
-    "chain with a trust ratio": lambda: fl.chain(
-        fl.low_bit(fl.scale_by_adam()), fl.scale_by_trust_ratio(), fl.scale(-0.01)
-    ),
-    "apply_if_finite": lambda: fl.apply_if_finite(fl.adamw(0.01)),
-    "set_to_zero": fl.set_to_zero,
-    "freeze (mask)": lambda: fl.chain(fl.adamw(0.01), fl.freeze(lambda path, leaf: path == "b")),
-    "selective_transform (mask)": lambda: fl.selective_transform(
-        fl.adamw8bit(0.01), freeze_mask={**SMALL_MASK, "b": False}
-    ),
-    "named_chain": lambda: fl.named_chain(("clip", fl.clip_by_global_norm(0.5)), ("adamw", fl.adamw8bit(0.01))),
-    "partition (mask)": lambda: fl.partition(
-        {"matrix": fl.adamw8bit(0.01, weight_decay=0.1), "rest": fl.adamw(0.01)},
-        lambda path, leaf: "matrix" if path == "w" else "rest",
-    ),
-    "inject_hyperparams": lambda: fl.inject_hyperparams(fl.adamw8bit)(
-        fl.schedules.cosine_decay_schedule(0.01, 10), weight_decay=0.1
-    ),
-    "multi_steps": lambda: fl.multi_steps(fl.adamw(0.01), 2),
-    "master_weights": lambda: fl.master_weights(fl.adamw8bit(0.01)),  # see test_master.py for bfloat16
-    "offload": lambda: fl.offload(fl.adamw8bit(0.01)),  # see test_offload.py for another device
-    "record_quantization_error": lambda: fl.record_quantization_error(fl.adamw8bit(0.01), every=2),
-    "chain": lambda: fl.chain(fl.clip_by_global_norm(0.5), fl.adamw8bit(0.01)),
-    "chain of nothing": fl.chain,
-    "a user's pair": lambda: fl.chain(averaged(), fl.scale_by_learning_rate(0.1)),
-    "a user's pair in few bits": lambda: fl.low_bit(fl.chain(fl.clip(1.0), averaged(), fl.sgd(0.1))),
-    "a user's pair that returns its own state": lambda: fl.chain(delayed(), fl.scale_by_learning_rate(0.1)),
-    "a user's pair that returns the params": lambda: fl.chain(fl.stateless(lambda u, p: p), fl.adam8bit(0.1)),
-}
-EVERY = pytest.mark.parametrize("name", TABLE)
-WITH_MOMENTS = ("adam", "adamw", "trace", "sgd nesterov", "lion", "a user's pair", "apply_if_finite", "multi_steps")
+EVERY = pytest.mark.parametrize("name", CASES)
 
 STEPS = 3
 
@@ -103,7 +32,7 @@ def make_grads(params: Any, dtype: torch.dtype | None = None) -> list[Any]:
 
 @EVERY
 def test_init_and_update_write_to_none_of_their_inputs(name):
-    tx, params = TABLE[name](), make_params()
+    tx, params = CASES[name].make(), make_params()
     before = clone(params)
     state = tx.init(params)
     assert same(params, before)
@@ -122,7 +51,7 @@ def test_init_and_update_write_to_none_of_their_inputs(name):
     ids=["fp32", "bf16", "fp32 params, bf16 gradients"],
 )
 def test_updates_and_state_keep_structure_shapes_and_dtypes(name, param_dtype, grad_dtype):
-    tx, params = TABLE[name](), make_params(param_dtype)
+    tx, params = CASES[name].make(), make_params(param_dtype)
     schema = [(x.dtype, x.shape) for x in leaves(tx.init(make_params(torch.float32)))]
     state = tx.init(params)
     if name == "master_weights" and param_dtype != torch.float32:
@@ -144,7 +73,7 @@ def test_updates_and_state_keep_structure_shapes_and_dtypes(name, param_dtype, g
 
 @EVERY
 def test_compiled_equals_eager_equals_pure_and_is_compiled_once(name):
-    tx, params = TABLE[name](), make_params()
+    tx, params = CASES[name].make(), make_params()
     grads = make_grads(params)
     wanted = run_pure(tx, params, grads)
     given = (params, tx.init(params))
@@ -168,7 +97,7 @@ def _with(given: Any, grads: Any) -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize("name", ["adamw8bit", "lion8bit", "chain", "apply_if_finite", "adamw masked"])
 def test_inductor_gives_the_same_bits(name):
-    tx, params = TABLE[name](), make_params()
+    tx, params = CASES[name].make(), make_params()
     grads = make_grads(params)
     step = fl.compile(tx, donate=False, backend="inductor")
     assert same(run_step(step, params, grads, tx.init(params)), run_pure(tx, params, grads))
@@ -176,7 +105,7 @@ def test_inductor_gives_the_same_bits(name):
 
 @EVERY
 def test_donation_writes_in_place(name):
-    tx, params = TABLE[name](), make_params()
+    tx, params = CASES[name].make(), make_params()
     grads = make_grads(params)
     wanted = run_pure(tx, params, grads)
     before = clone(grads)
@@ -190,9 +119,9 @@ def test_donation_writes_in_place(name):
 
 
 @pytest.mark.parametrize("format", fl.formats.names())
-@pytest.mark.parametrize("name", WITH_MOMENTS)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.every_format])
 def test_every_format(name, format):
-    tx, params = fl.low_bit(TABLE[name](), format), make_params()
+    tx, params = fl.low_bit(CASES[name].make(), format), make_params()
     grads = make_grads(params)
     state = tx.init(params)
     assert {x.format.name for x in _stored(state)} == (set() if format == "float32" else {format})
@@ -217,7 +146,7 @@ def test_every_format_compiled(format, backend):
 
 @EVERY
 def test_state_survives_a_file_and_continues_bit_equal(name):
-    tx, params = TABLE[name](), make_params()
+    tx, params = CASES[name].make(), make_params()
     grads = make_grads(params)
     wanted = run_pure(tx, params, grads)
     params, state = run_pure(tx, params, grads[:1])
@@ -246,7 +175,7 @@ def test_a_coordinate_without_gradient_never_moves(format):
 
 @EVERY
 def test_a_plan_on_meta_tensors_is_what_the_state_takes(name):
-    tx, params = TABLE[name](), make_params(torch.bfloat16)
+    tx, params = CASES[name].make(), make_params(torch.bfloat16)
     plan = fl.memory_plan(tx, params, mesh=1)
     assert plan.ranks[0] == fl.memory_plan(tx, params) == fl.describe(tx.init(params), params)
     assert plan.total_bytes == sum(x.nbytes for x in leaves(tx.init(params)))

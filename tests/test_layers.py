@@ -111,6 +111,16 @@ def test_the_house_stays_small():
     assert sorted(lines.values())[len(lines) // 2] <= 120
 
 
+def test_the_tests_mirror_the_rooms():
+    tests = Path(__file__).parent
+    files = [path for path in tests.rglob("*.py") if "__pycache__" not in path.parts]
+    lines = {path.name: len(path.read_text().splitlines()) for path in files}
+    assert {name: n for name, n in lines.items() if n > 400} == {}
+    rooms = {room.replace("_core", "core").replace(".", "/") for room in FOLDERS} | {".", "core"}
+    beside = {"support", "hosts", "parity"}  # what tests share, and what needs an environment of its own
+    assert {path.parent.relative_to(tests).as_posix() for path in files} <= rooms | beside
+
+
 @EACH
 def test_a_function_is_short(name):
     for node in ast.walk(TREES[name]):

@@ -1,90 +1,20 @@
 """Each optimizer against a naive loop in float64, and against torch.optim where torch has it."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from cases import CASES
 from helpers import random_like, run_pure, run_step
 from torch import Tensor
 
 import functional_lowbit as fl
 
 STEPS = 20
-LR, B1, B2, EPS, DECAY = 0.01, 0.9, 0.99, 1e-6, 0.1
 
 # Each of the STEPS sums rounds the parameter by 2**-24 of itself at most. An update is LR times about ten roundings of
 # numbers of order 1, which is less. torch's own loop rounds as often: twice that.
 ROUNDING = 2 * STEPS * 2.0**-24
-
-
-def naive_adam(p: Tensor, nesterov: bool = False, decay: float = 0.0) -> Callable[[Tensor, Tensor, int], Tensor]:
-    m, v = torch.zeros_like(p), torch.zeros_like(p)
-
-    def update(g: Tensor, p: Tensor, t: int) -> Tensor:
-        m.mul_(B1).add_((1 - B1) * g)
-        v.mul_(B2).add_((1 - B2) * g * g)
-        m_hat, v_hat = m / (1 - B1**t), v / (1 - B2**t)
-        if nesterov:
-            m_hat = B1 * m / (1 - B1 ** (t + 1)) + (1 - B1) * g / (1 - B1**t)
-        return -LR * (m_hat / (v_hat.sqrt() + EPS) + decay * p)
-
-    return update
-
-
-def naive_sgd(p: Tensor, momentum: float = 0.0, nesterov: bool = False) -> Callable[[Tensor, Tensor, int], Tensor]:
-    m = torch.zeros_like(p)
-
-    def update(g: Tensor, p: Tensor, t: int) -> Tensor:
-        m.mul_(momentum).add_(g)
-        return -LR * (g + momentum * m if nesterov else m)
-
-    return update
-
-
-def naive_lion(p: Tensor) -> Callable[[Tensor, Tensor, int], Tensor]:
-    m = torch.zeros_like(p)
-
-    def update(g: Tensor, p: Tensor, t: int) -> Tensor:
-        u = torch.sign(B1 * m + (1 - B1) * g)
-        m.mul_(B2).add_((1 - B2) * g)
-        return -LR * (u + DECAY * p)
-
-    return update
-
-
-TABLE: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Any], Callable[[Any], Any] | None]] = {
-    "adam": (
-        lambda: fl.adam(LR, B1, B2, EPS),
-        naive_adam,
-        lambda ps: torch.optim.Adam(ps, LR, (B1, B2), EPS),
-    ),
-    "adamw": (
-        lambda: fl.adamw(LR, B1, B2, EPS, weight_decay=DECAY),
-        lambda p: naive_adam(p, decay=DECAY),
-        lambda ps: torch.optim.AdamW(ps, LR, (B1, B2), EPS, weight_decay=DECAY),
-    ),
-    # torch's NAdam has a momentum schedule of its own
-    "nadam": (lambda: fl.adam(LR, B1, B2, EPS, nesterov=True), lambda p: naive_adam(p, nesterov=True), None),
-    "nadamw": (
-        lambda: fl.adamw(LR, B1, B2, EPS, weight_decay=DECAY, nesterov=True),
-        lambda p: naive_adam(p, nesterov=True, decay=DECAY),
-        None,
-    ),
-    "sgd": (lambda: fl.sgd(LR), naive_sgd, lambda ps: torch.optim.SGD(ps, LR)),
-    "sgd momentum": (
-        lambda: fl.sgd(LR, 0.9),
-        lambda p: naive_sgd(p, 0.9),
-        lambda ps: torch.optim.SGD(ps, LR, momentum=0.9),
-    ),
-    "sgd nesterov": (
-        lambda: fl.sgd(LR, 0.9, nesterov=True),
-        lambda p: naive_sgd(p, 0.9, nesterov=True),
-        lambda ps: torch.optim.SGD(ps, LR, momentum=0.9, nesterov=True),
-    ),
-    "lion": (lambda: fl.lion(LR, B1, B2, DECAY), naive_lion, None),  # torch has none
-}
 
 
 def _problem() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
@@ -96,9 +26,10 @@ def _close(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return all(bool(((a[k].double() - b[k].double()).abs() <= ROUNDING * (1 + b[k].abs())).all()) for k in b)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.naive])
 def test_against_a_naive_loop_in_float64(name):
-    make, naive, _ = TABLE[name]
+    make, naive = CASES[name].make, CASES[name].naive
+    assert naive is not None
     params, grads = _problem()
     wanted = {k: p.double() for k, p in params.items()}
     loops = {k: naive(p) for k, p in wanted.items()}
@@ -109,9 +40,9 @@ def test_against_a_naive_loop_in_float64(name):
     assert _close(run_step(fl.compile(tx, backend="eager"), params, grads, tx.init(params))[0], wanted)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, _, peer) in TABLE.items() if peer])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.torch])
 def test_against_torch(name):
-    make, _, peer = TABLE[name]
+    make, peer = CASES[name].make, CASES[name].torch
     assert peer is not None
     params, grads = _problem()
     theirs = {k: torch.nn.Parameter(p.clone()) for k, p in params.items()}

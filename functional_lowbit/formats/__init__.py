@@ -4,13 +4,18 @@ Imports: nothing
 """
 
 from functional_lowbit.formats._format import Codec as Codec, Format as Format
+
+# The order of these lines is that of `names()`.
+# isort: off
 from functional_lowbit.formats.companded import companded8 as companded8
-from functional_lowbit.formats.dynamic import dynamic4 as dynamic4, dynamic8 as dynamic8
-from functional_lowbit.formats.floats import bfloat16 as bfloat16, float32 as float32
+from functional_lowbit.formats.dynamic import dynamic8 as dynamic8
 from functional_lowbit.formats.fp8 import e4m3 as e4m3, e5m2 as e5m2
 from functional_lowbit.formats.root4 import root4 as root4
+from functional_lowbit.formats.dynamic import dynamic4 as dynamic4
+from functional_lowbit.formats.floats import bfloat16 as bfloat16, float32 as float32
+# isort: on
 
-_TABLE: dict[str, Format] = {f.name: f for f in (companded8, dynamic8, e4m3, e5m2, root4, dynamic4, bfloat16, float32)}
+_TABLE: dict[str, Format] = {x.name: x for x in list(vars().values()) if isinstance(x, Format)}
 
 
 def names() -> tuple[str, ...]:

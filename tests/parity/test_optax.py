@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,7 +85,7 @@ def multi_steps(o: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 CASES: dict[str, Callable[[Any], Any]] = {
-    "adam": lambda o: o.adam(LR),
+    **{name: case.optax for name, case in cases.CASES.items() if case.optax},
     "adam_betas": lambda o: o.adam(LR, b1=0.8, b2=0.95, eps=1e-6),
     "adam_eps_root": lambda o: o.adam(LR, eps=1e-8, eps_root=1e-6),
     "adam_nesterov": lambda o: o.adam(LR, nesterov=True),
@@ -97,10 +98,8 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "adamw_nesterov": lambda o: o.adamw(LR, weight_decay=0.1, nesterov=True),
     "adamw_schedule": lambda o: o.adamw(warmup(o), weight_decay=0.1),
     "adamw_decay_schedule": lambda o: o.adamw(LR, weight_decay=o.schedules.linear_schedule(0.5, 0.0, 15)),
-    "sgd": lambda o: o.sgd(LR),
     "sgd_momentum": lambda o: o.sgd(LR, momentum=0.9),
     "sgd_nesterov": lambda o: o.sgd(LR, momentum=0.9, nesterov=True),
-    "lion": lambda o: o.lion(LR),
     "lion_mask": lambda o: o.lion(LR, b1=0.95, b2=0.98, weight_decay=0.1, mask=MASK),
     "trace": lambda o: o.chain(o.trace(0.9), o.scale(-LR)),
     "trace_nesterov": lambda o: o.chain(o.trace(0.8, nesterov=True), o.scale(-LR)),

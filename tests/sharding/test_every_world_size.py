@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import world as w
+from cases import CASES
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from world import World
@@ -38,10 +39,10 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adamw4bit": lambda: fl.chain(fl.clip_by_global_norm(1.0), fl.adamw4bit(1e-2, weight_decay=0.1)),
     "dynamic4": lambda: fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2, format="dynamic4")),
     "adamwfp8": lambda: fl.chain(fl.clip_by_global_norm(1.0), fl.adamwfp8(1e-2)),
-    "lion8bit": lambda: fl.lion8bit(1e-2, weight_decay=0.1),
     "sgd8bit": lambda: fl.chain(fl.clip_by_global_norm(1.0), fl.sgd8bit(1e-1, nesterov=True)),
     "fp32_adamw": lambda: fl.chain(fl.clip_by_global_norm(1.0), fl.adamw(1e-2)),
     "if_finite": lambda: fl.apply_if_finite(fl.chain(fl.clip_by_global_norm(1.0), fl.adamw8bit(1e-2))),
+    **{name: case.make for name, case in CASES.items() if case.ranks},
 }
 
 WAYS = ("native", "inductor", "eager", "pure")
@@ -56,12 +57,11 @@ RUNS = [
     ("adamw4bit", "pure", torch.bfloat16),
     ("dynamic4", "pure", torch.float32),
     ("adamwfp8", "native", torch.float32),
-    ("lion8bit", "native", torch.float32),
-    ("lion8bit", "eager", torch.float32),
     ("sgd8bit", "pure", torch.float32),
     ("fp32_adamw", "native", torch.float32),
     ("if_finite", "native", torch.float32),
     ("if_finite", "pure", torch.float32),
+    *((name, way, torch.float32) for name, case in CASES.items() for way in case.ranks),
 ]
 
 
