@@ -36,6 +36,11 @@ from functional_lowbit._core.step.compile import compile as compile
 from functional_lowbit._version import __version__ as __version__
 from functional_lowbit.checkpoint._state_dict import load_state_dict as load_state_dict, state_dict as state_dict
 from functional_lowbit.formats._exact import sqrt as sqrt
+from functional_lowbit.transforms._adabelief import (
+    ScaleByBeliefState as ScaleByBeliefState,
+    adabelief as adabelief,
+    scale_by_belief as scale_by_belief,
+)
 from functional_lowbit.transforms._adam import (
     ScaleByAdamState as ScaleByAdamState,
     adam as adam,

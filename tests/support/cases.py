@@ -37,6 +37,20 @@ def naive_adam(p: Tensor, nesterov: bool = False, decay: float = 0.0) -> Callabl
     return update
 
 
+def naive_adabelief(p: Tensor, nesterov: bool = False) -> Callable[[Tensor, Tensor, int], Tensor]:
+    m, v = torch.zeros_like(p), torch.zeros_like(p)
+
+    def update(g: Tensor, p: Tensor, t: int) -> Tensor:
+        m.mul_(B1).add_((1 - B1) * g)
+        v.mul_(B2).add_((1 - B2) * (g - m) ** 2 + EPS)
+        m_hat = m / (1 - B1**t)
+        if nesterov:
+            m_hat = B1 * m / (1 - B1 ** (t + 1)) + (1 - B1) * g / (1 - B1**t)
+        return -LR * m_hat / ((v / (1 - B2**t)).sqrt() + EPS)
+
+    return update
+
+
 def naive_sgd(p: Tensor, momentum: float = 0.0, nesterov: bool = False) -> Callable[[Tensor, Tensor, int], Tensor]:
     m = torch.zeros_like(p)
 
@@ -98,6 +112,18 @@ CASES: dict[str, Case] = {
         naive=lambda p: naive_adam(p, nesterov=True, decay=DECAY),
     ),
     "adamw masked": Case(lambda: fl.adamw(0.01, weight_decay=0.1, mask=_decay_of)),
+    "adabelief": Case(
+        lambda: fl.adabelief(LR, B1, B2, EPS, EPS),
+        naive=naive_adabelief,
+        optax=lambda o: o.adabelief(LR),
+        every_format=True,
+        ranks=("native", "pure"),
+    ),
+    "adabelief nesterov": Case(
+        lambda: fl.adabelief(LR, B1, B2, EPS, EPS, nesterov=True),
+        naive=lambda p: naive_adabelief(p, nesterov=True),
+        optax=lambda o: o.adabelief(LR, nesterov=True),
+    ),
     "adam8bit": Case(lambda: fl.adam8bit(0.01)),
     "adamw8bit": Case(lambda: fl.adamw8bit(0.01, weight_decay=0.1)),
     "adam4bit": Case(lambda: fl.adam4bit(0.01)),
