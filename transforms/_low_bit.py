@@ -5,10 +5,10 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from functional_lowbit import formats
+from functional_lowbit import _optree, formats
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Moment, call_update
-from functional_lowbit._core.state.moments import _each_stored, read_moments, store_again
+from functional_lowbit._core.state.moments import read_moments, store_again
 from functional_lowbit._core.state.parts import Composite, Rest, init_with, map_moments
 from functional_lowbit._core.state.quantized import Layout, QuantizedTensor, check_block_size, encode, zeros
 from functional_lowbit._core.state.resting import placed, rest_in_float32
@@ -42,10 +42,6 @@ class LowBit(Composite):
         self.block_size = block_size
         self.min_size = min_size
         self.where = where
-
-    def init(self, params: Tree) -> Any:
-        """The inner state with stored moments."""
-        return self.init_state(params, rest_in_float32)
 
     def init_state(self, params: Tree, rest: Rest) -> Any:
         """The inner state with stored moments. An outer `low_bit` decides on fields that this one does not name."""
@@ -130,8 +126,12 @@ class LowBit(Composite):
         full = read_moments(state)
         updates, new = call_update(self.inner[0].update, updates, full, params, extra)
         return updates, map_moments(
-            lambda field, moment, tree, old, read: _each_stored(store_again, old, tree, read), new, state, full
+            lambda field, moment, tree, old, read: _optree.map_stored(_stored_again, old, tree, read), new, state, full
         )
+
+
+def _stored_again(at: _optree.Place, new: Any, read: Any) -> Any:
+    return store_again(at.node, new, read)
 
 
 def _saves(format: Format, shape: tuple[int, ...], block_size: int) -> bool:
@@ -183,5 +183,4 @@ def low_bit(
         check_block_size("low_bit", block_size)
     if not isinstance(min_size, int) or min_size < 0:
         raise ValueError(f"low_bit: min_size must be an int of at least 0, got {min_size!r}")
-    part = LowBit(tx, format, block_size, min_size, where)
-    return GradientTransformation(part.init, part)
+    return LowBit(tx, format, block_size, min_size, where).transformation()

@@ -35,7 +35,7 @@ def master_params(params: Tree, state: Any) -> Tree:
         >>> params, fl.master_params(params, state)
         ({'w': tensor([1.], dtype=torch.bfloat16)}, {'w': tensor([1.0010])})
     """
-    found = _find(state)
+    found = [at.node for at in _optree.nodes(state) if isinstance(at.node, MasterWeightsState)]
     if not found:
         raise ValueError("master_params: the state has no MasterWeightsState inside; use fl.master_weights")
     leaves, treedef = _optree.flatten(params)
@@ -44,13 +44,6 @@ def master_params(params: Tree, state: Any) -> Tree:
     for p, *codes in zip(leaves, *trees, strict=True):
         masters.append(master_of(p, next((c for c in codes if isinstance(c, Tensor)), None)))
     return _optree.unflatten(treedef, masters)
-
-
-def _find(state: Any) -> list[MasterWeightsState]:
-    """All of them, outer ones first."""
-    own = [state] if isinstance(state, MasterWeightsState) else []
-    level = _optree.children(state)
-    return own + ([] if level is None else [s for kid in level[0] for s in _find(kid)])
 
 
 def master_weights(tx: GradientTransformation, bits: int = 16) -> GradientTransformation:
@@ -91,5 +84,4 @@ def master_weights(tx: GradientTransformation, bits: int = 16) -> GradientTransf
     refuse.transformation("master_weights", "tx", tx)
     if bits not in CODE_DTYPES:
         raise ValueError(f"master_weights: bits must be 8 or 16, got {bits!r}")
-    part = MasterWeights(tx, bits)
-    return GradientTransformation(part.init, part)
+    return MasterWeights(tx, bits).transformation()

@@ -13,8 +13,7 @@ from functional_lowbit._core.leafwise.update import Leafwise
 from functional_lowbit._core.state import fits, lanes as lanes_
 from functional_lowbit._core.state.masters import MasterWeights
 from functional_lowbit._core.state.parts import Composite, Rest, init_with, map_moments
-from functional_lowbit._core.state.quantized import QuantizedTensor
-from functional_lowbit._core.state.resting import pinned, placing, rest_in_float32
+from functional_lowbit._core.state.resting import pinned, placing
 from functional_lowbit._optree import Tree
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
 from functional_lowbit.transforms._chain import Chain
@@ -42,10 +41,6 @@ class Offload(Composite):
         self.buffer_size = buffer_size
         self.lanes = lanes
 
-    def init(self, params: Tree) -> Any:
-        """The inner state, moments on the CPU."""
-        return self.init_state(params, rest_in_float32)
-
     def init_state(self, params: Tree, rest: Rest) -> Any:
         """The inner state, moments on the CPU. Each is moved before the next one is made."""
         with placing(to_cpu):
@@ -71,7 +66,9 @@ class Offload(Composite):
         some = next(iter(devices.values()), torch.device("cpu"))
 
         def there(field: str, moment: Any, tree: Tree) -> Tree:
-            return _map_stored(lambda path, x: _moved("offload.update", field, path, x, devices.get(path, some)), tree)
+            return _optree.map_stored(
+                lambda at: _moved("offload.update", field, at.path, at.node, devices.get(at.path, some)), tree
+            )
 
         updates, new = call_update(self.inner[0].update, updates, map_moments(there, state), params, extra)
         return updates, map_moments(lambda field, moment, tree: to_cpu(tree), new)
@@ -143,17 +140,6 @@ def _leaves(tree: Tree) -> Iterator[tuple[str, Tensor]]:
     return ((path, x) for path, x in zip(_optree.names(treedef), leaves, strict=True) if isinstance(x, Tensor))
 
 
-def _map_stored(function: Callable[[str, Any], Any], node: Any, path: str = "") -> Any:
-    """Map over a moment's leaves with their paths, a `QuantizedTensor` counted as one leaf."""
-    level = None if isinstance(node, QuantizedTensor) else _optree.children(node)
-    if level is None:
-        return function(path, node)
-    kids, names, rebuild = level
-    return rebuild(
-        [_map_stored(function, kid, f"{path}.{name}" if path else name) for kid, name in zip(kids, names, strict=True)]
-    )
-
-
 def offload(
     tx: GradientTransformation, device: str | torch.device = "cpu", *, buffer_size: int = BUFFER_SIZE
 ) -> GradientTransformation:
@@ -214,4 +200,4 @@ def offloaded(
         part = MasterWeights(offloaded(part.inner, buffer_size, lanes), part.bits, Offload(tx, buffer_size, lanes))
     else:
         part = Offload(tx, buffer_size, lanes)
-    return GradientTransformation(part.init, part)
+    return part.transformation()

@@ -10,9 +10,8 @@ from torch import Tensor
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation
-from functional_lowbit._core.contract.masked_node import MaskedNode
 from functional_lowbit._core.report.error_table import ErrorReport
-from functional_lowbit._core.report.errors import UPDATE, at_paths, by_path, errors_of, leaves_stand_alone, moment_trees
+from functional_lowbit._core.report.errors import UPDATE, by_path, errors_of, leaves_stand_alone, moment_trees
 from functional_lowbit._core.report.recorded import Numbers, QuantizationErrorState, rows
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.like_params import like_params
@@ -30,10 +29,6 @@ class RecordQuantizationError(Observing):
         self.every = every
         self._alone: bool | None = None
 
-    def init(self, params: Tree) -> QuantizationErrorState:
-        """The inner state, and nothing seen yet."""
-        return self.init_state(params, rest_in_float32)
-
     def init_state(self, params: Tree, rest: Rest) -> QuantizationErrorState:
         """The inner state, and nothing seen yet."""
         if rest is not rest_in_float32:
@@ -46,12 +41,12 @@ class RecordQuantizationError(Observing):
         trees[UPDATE] = params
 
         def none_yet() -> dict[str, Tree]:
-            return {name: at_paths(lambda path, _: _number(torch.float32), tree) for name, tree in trees.items()}
+            return {name: _optree.map_stored(lambda at: _number(torch.float32), tree) for name, tree in trees.items()}
 
         return QuantizationErrorState(
             step=_number(torch.int64),
             last_step=_number(torch.int64),
-            looks=at_paths(lambda path, _: _number(torch.int64), params),
+            looks=_optree.map_stored(lambda at: _number(torch.int64), params),
             last=none_yet(),
             mean=none_yet(),
             largest=none_yet(),
@@ -83,16 +78,17 @@ class RecordQuantizationError(Observing):
         params = None if params is None else _with_masks(state.looks, params)
         errors = errors_of(self.inner[0].update, updates, state.inner_state, params, extra, self._alone)
         step = state.step + 1
-        looks = at_paths(lambda path, n: n + 1 if path in errors[UPDATE] else n, state.looks)
+        looks = _optree.map_stored(lambda at: at.node + 1 if at.path in errors[UPDATE] else at.node, state.looks)
         count = by_path(looks)
 
         def each(function: Callable[[Tensor, Tensor, Tensor], Tensor], trees: dict[str, Tree]) -> dict[str, Tree]:
             """`function(old number, error, number of looks)` at each leaf that was looked at."""
 
-            def moved(name: str, path: str, old: Tensor) -> Tensor:
-                return function(old, errors[name][path], count[path]) if path in errors[name] else old
+            def moved(name: str, at: _optree.Place) -> Tensor:
+                error = errors[name].get(at.path)
+                return at.node if error is None else function(at.node, error, count[at.path])
 
-            return {name: at_paths(partial(moved, name), tree) for name, tree in trees.items()}
+            return {name: _optree.map_stored(partial(moved, name), tree) for name, tree in trees.items()}
 
         return state._replace(
             step=step,
@@ -147,8 +143,7 @@ def record_quantization_error(tx: GradientTransformation, every: int = 100) -> G
         raise TypeError(f"record_quantization_error: every must be an int, got {type(every).__name__}")
     if every < 1:
         raise ValueError(f"record_quantization_error: every must be at least 1, got {every}")
-    part = RecordQuantizationError(tx, every)
-    return GradientTransformation(part.init, part)
+    return RecordQuantizationError(tx, every).transformation()
 
 
 def quantization_error(
@@ -190,12 +185,10 @@ def quantization_error(
 
 def _with_masks(like: Tree, tree: Tree) -> Tree:
     """A tree with `MaskedNode` where `like` has one: the compiled step shows None there, which no state fits."""
-    if isinstance(like, MaskedNode):
-        return like
-    level, own = _optree.children(like), _optree.children(tree)
-    if level is None or own is None or len(level[0]) != len(own[0]):
-        return tree
-    return level[2]([_with_masks(a, b) for a, b in zip(level[0], own[0], strict=True)])
+    found = {at.names: at.node for at in _optree.stored_leaves(tree)}
+    if not found.keys() <= {at.names for at in _optree.stored_leaves(like)}:
+        return tree  # of another structure, which the update refuses
+    return _optree.map_stored(lambda at: found.get(at.names), like)
 
 
 def _number(dtype: torch.dtype) -> Tensor:

@@ -28,7 +28,7 @@ class PerLeaf:
         self.speaker = speaker
         self.name = name
         self.rule = rule
-        self.is_function = callable(rule) and _optree.children(rule) is None
+        self.is_function = callable(rule) and _optree.is_leaf(rule)
         self.by_path = self.is_function and self._takes_a_path(rule)
 
     def __call__(self, params: Tree) -> list[Any]:

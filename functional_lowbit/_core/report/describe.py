@@ -40,7 +40,7 @@ def describe(state: Any, params: Tree = None) -> Report:
         6.13
     """
     rows: list[Row] = []
-    for path, leaf, threshold, kind in _leaves(state, "", None, "shared"):
+    for path, leaf, threshold, kind in _leaves(state):
         if isinstance(leaf, QuantizedTensor):
             rows.append(Row(path, leaf.format.name, leaf.shape, leaf.nbytes, _why_stored(leaf)))
         elif isinstance(leaf, Tensor):
@@ -68,22 +68,18 @@ def _why_plain(leaf: Tensor, threshold: int | None) -> str:
     return "rows too short to gain by it"
 
 
-def _leaves(node: Any, path: str, threshold: int | None, kind: str) -> Iterator[tuple[str, Any, int | None, str]]:
-    """(path, leaf, threshold of the leaf's moment field, "moment", "statistic", "number" or "shared")."""
-    level = None if isinstance(node, QuantizedTensor) else _optree.children(node)
-    if level is None:
-        yield path, node, threshold, kind
-        return
-    declared, statistics = moments_of(type(node)), statistics_of(type(node))
-    numbers = getattr(type(node), "PER_LEAF", ())
-    for kid, name in zip(level[0], level[1], strict=True):
-        inside = f"{path}.{name}" if path else name
-        if name in declared:
-            found = [
-                x.layout.threshold for _, x, _, _ in _leaves(kid, "", None, "moment") if isinstance(x, QuantizedTensor)
-            ]
-            yield from _leaves(kid, inside, next((t for t in found if t is not None), None), "moment")
-        else:
-            yield from _leaves(
-                kid, inside, threshold, "statistic" if name in statistics else "number" if name in numbers else kind
-            )
+def _kinds(node: Any) -> dict[str, str]:
+    """What the fields of a state are: "moment", "statistic" or "number"."""
+    numbers = dict.fromkeys(getattr(type(node), "PER_LEAF", ()), "number")
+    statistics, moments = statistics_of(type(node)), moments_of(type(node))
+    return numbers | dict.fromkeys(statistics, "statistic") | dict.fromkeys(moments, "moment")
+
+
+def _leaves(state: Any) -> Iterator[tuple[str, Any, int | None, str]]:
+    """(path, leaf, threshold of the leaf's moment, "moment", "statistic", "number" or "shared")."""
+    for field in _optree.stored_leaves(state, _kinds):
+        kind, below = field.mark or "shared", list(_optree.stored_leaves(field.node))
+        found = (at.node.layout.threshold for at in below if isinstance(at.node, QuantizedTensor))
+        threshold = next((t for t in found if t is not None), None)
+        for at in below:
+            yield ".".join(field.names + at.names), at.node, threshold, kind

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from functional_lowbit import _optree
-from functional_lowbit._core.contract.base import call_update, moments_of
+from functional_lowbit._core.contract.base import call_update
 from functional_lowbit._core.state.moments import store_again
-from functional_lowbit._core.state.parts import map_moments
+from functional_lowbit._core.state.parts import map_moments, moments_in
 from functional_lowbit._core.state.quantized import QuantizedTensor
 from functional_lowbit._core.step.program import LeafOp, lower
 from functional_lowbit._optree import Tree
@@ -76,49 +76,19 @@ def moment_trees(state: Any) -> dict[str, Tree]:
 
     The name is the field's, `mu`; with what stands before it, `0.mu`, where another moment has the same.
     """
-    found = dict(_moment_trees(state, ""))
+    found = {at.path: at.node for at in _optree.stored_leaves(state, moments_in) if at.mark is not None}
     words = [field.rsplit(".", 1)[-1] for field in found]
     return {w if words.count(w) == 1 else f: tree for w, (f, tree) in zip(words, found.items(), strict=True)}
 
 
-def _moment_trees(node: Any, path: str) -> Iterator[tuple[str, Tree]]:
-    level = None if isinstance(node, QuantizedTensor) else _optree.children(node)
-    if level is None:
-        return
-    declared = moments_of(type(node))
-    for kid, name in zip(level[0], level[1], strict=True):
-        inside = f"{path}.{name}" if path else name
-        if name in declared:
-            yield inside, kid
-        else:
-            yield from _moment_trees(kid, inside)
-
-
-def at_paths(function: Callable[..., Any], tree: Tree, *others: Tree, path: str = "") -> Tree:
-    """A tree of `function(path, leaf, *the others' leaves)`; a `QuantizedTensor` is one leaf."""
-    level = None if isinstance(tree, QuantizedTensor) else _optree.children(tree)
-    if level is None:
-        return function(path, tree, *others)
-    kids, names, rebuild = level
-    rests = [_optree.children(other)[0] for other in others]  # type: ignore[index]
-    return rebuild(
-        [
-            at_paths(function, kid, *rest, path=f"{path}.{name}" if path else name)
-            for kid, name, *rest in zip(kids, names, *rests, strict=True)
-        ]
-    )
-
-
 def by_path(tree: Tree) -> dict[str, Any]:
     """Path to leaf; a `QuantizedTensor` is one leaf."""
-    found: dict[str, Any] = {}
-    at_paths(found.setdefault, tree)
-    return found
+    return {at.path: at.node for at in _optree.stored_leaves(tree)}
 
 
 def _in_moments(function: Callable[..., Any], state: Any, *others: Any) -> Any:
-    """A state with `function(path, leaf, *the others' leaves)` in place of each leaf of each moment."""
-    return map_moments(lambda field, moment, tree, *rest: at_paths(function, tree, *rest), state, *others)
+    """A state with `function(place, *the others' leaves)` in place of each leaf of each moment."""
+    return map_moments(lambda field, moment, tree, *rest: _optree.map_stored(function, tree, *rest), state, *others)
 
 
 def _portions(sizes: Mapping[str, int]) -> Iterator[set[str]]:
@@ -147,15 +117,15 @@ def _measured(
 ) -> dict[tuple[str, str], tuple[Tensor, ShardSpec | None]]:
     """(name, path) to this rank's sums of squares, float64[2], and how the leaf is sharded."""
 
-    def read(path: str, leaf: Any) -> Any:
-        if not isinstance(leaf, QuantizedTensor):
-            return leaf
-        return leaf.dequantize() if path in portion else _nothing(leaf)
+    def read(at: _optree.Place) -> Any:
+        if not isinstance(at.node, QuantizedTensor):
+            return at.node
+        return at.node.dequantize() if at.path in portion else _nothing(at.node)
 
-    def rounded(path: str, new: Any, old: Any, before: Any) -> Any:
-        if path not in portion or not isinstance(old, QuantizedTensor):
-            return new
-        return store_again(old, new, before).dequantize()
+    def rounded(at: _optree.Place, old: Any, before: Any) -> Any:
+        if at.path not in portion or not isinstance(old, QuantizedTensor):
+            return at.node
+        return store_again(old, at.node, before).dequantize()
 
     before = _in_moments(read, state)
     _, right = call_update(update, grads, before, params, extra)

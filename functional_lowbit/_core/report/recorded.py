@@ -50,7 +50,8 @@ def recorded_quantization_error(state: Any) -> ErrorReport:
         >>> fl.recorded_quantization_error(tx.init({"w": torch.zeros(64, 64)}))
         ErrorReport(rows=(), step=None)
     """
-    own = _find(state)
+    looked = (at.node for at in _optree.nodes(state) if isinstance(at.node, QuantizationErrorState))
+    own = next(looked, None)
     if own is None:
         raise ValueError(
             "recorded_quantization_error: the state has no QuantizationErrorState inside; use "
@@ -78,10 +79,3 @@ def rows(state: Any, errors: dict[str, dict[str, Numbers]], looks: dict[str, int
 
 def _format(leaf: Any) -> str:
     return leaf.format.name if isinstance(leaf, QuantizedTensor) else "float32"
-
-
-def _find(state: Any) -> QuantizationErrorState | None:
-    if isinstance(state, QuantizationErrorState):
-        return state
-    level = None if isinstance(state, QuantizedTensor) else _optree.children(state)
-    return None if level is None else next((s for s in map(_find, level[0]) if s is not None), None)

@@ -9,13 +9,12 @@ from torch import Tensor
 from functional_lowbit import _optree
 from functional_lowbit._core.state.parts import map_moments
 from functional_lowbit._core.state.quantized import QuantizedTensor, encode
-from functional_lowbit._optree import Tree
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
 
 
 def read_moments(state: Any) -> Any:
     """The state with every moment in float32."""
-    return map_moments(lambda field, moment, tree: _each_stored(_read, tree), state)
+    return map_moments(lambda field, moment, tree: _optree.map_stored(lambda at: _read(at.node), tree), state)
 
 
 def changed(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
@@ -26,18 +25,6 @@ def changed(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
     if new is old:
         return leaf
     return store_again(leaf, new, read) if isinstance(leaf, QuantizedTensor) else wrap(new, ShardSpec.of(leaf))
-
-
-def _each_stored(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
-    """Map over a moment's leaves, a `QuantizedTensor` counted as one leaf."""
-    if isinstance(tree, QuantizedTensor):
-        return function(tree, *others)
-    level = _optree.children(tree)
-    if level is None:
-        return function(tree, *others)
-    kids, _, rebuild = level
-    rests = [_optree.children(o)[0] for o in others]  # type: ignore[index]
-    return rebuild([_each_stored(function, kid, *(r[i] for r in rests)) for i, kid in enumerate(kids)])
 
 
 def _read(leaf: Any) -> Any:

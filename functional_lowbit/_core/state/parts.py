@@ -12,6 +12,7 @@ from torch import Tensor
 
 from functional_lowbit import _optree
 from functional_lowbit._core.contract.base import GradientTransformation, Moment, moments_of
+from functional_lowbit._core.state.resting import rest_in_float32
 from functional_lowbit._optree import Tree
 
 
@@ -28,6 +29,14 @@ class Rest(Protocol):
 
 class Part(ABC):
     """The `update` of a transformation whose inside is known."""
+
+    def transformation(self) -> GradientTransformation:
+        """The pair that users hold."""
+        return GradientTransformation(self.init, self)
+
+    def init(self, params: Tree) -> Any:
+        """A new state, its moments in float32."""
+        return self.init_state(params, rest_in_float32)
 
     @abstractmethod
     def init_state(self, params: Tree, rest: Rest) -> Any:
@@ -122,28 +131,19 @@ def init_with(tx: GradientTransformation, params: Tree, rest: Rest) -> Any:
     return map_moments(keep, tx.init(params))
 
 
+def moments_in(node: Any) -> dict[str, Moment]:
+    """The declared moments among the children of a node, by name."""
+    return moments_of(type(node))
+
+
 def map_moments(function: Callable[..., Tree], state: Any, *others: Any) -> Any:
     """A state with `function(field, moment, tree, *the others' trees)` in place of each declared moment.
 
     Moments are declared by the state's class (`mu: Signed`), however deep it sits in tuples, lists, dicts or other
     states.
     """
-    level = _optree.children(state)
-    if level is None:
-        return state
-    kids, names, rebuild = level
-    declared = moments_of(type(state))
-    other_kids = []
-    for other in others:
-        below = _optree.children(other)
-        if below is None or len(below[0]) != len(kids):
-            raise ValueError(f"the states differ in structure: {type(state).__name__} against {type(other).__name__}")
-        other_kids.append(below[0])
-    new = []
-    for i, (kid, name) in enumerate(zip(kids, names, strict=True)):
-        rests = [o[i] for o in other_kids]
-        if name in declared:
-            new.append(function(name, declared[name], kid, *rests))
-        else:
-            new.append(map_moments(function, kid, *rests))
-    return rebuild(new)
+
+    def each(at: _optree.Place, *rests: Any) -> Any:
+        return at.node if at.mark is None else function(at.name, at.mark, at.node, *rests)
+
+    return _optree.map_stored(each, state, *others, marks=moments_in)

@@ -114,6 +114,7 @@ class QuantizedTensor:
     """
 
     TREE_FIELDS = ("codes", "scales")
+    IS_ONE_LEAF = True
 
     def __init__(self, codes: Any, scales: Any, layout: Layout):
         self.codes = codes

@@ -80,14 +80,5 @@ def _start(shape: Sequence[int], spec: ShardSpec | None, grid: Grid | None) -> S
 
 def _first_step(state: Any) -> Tensor | None:
     """The first field called `step` of a state, int64[]."""
-    level = _optree.children(state)
-    if level is None:
-        return None
-    kids, names, _ = level
-    for kid, name in zip(kids, names, strict=True):
-        if name == "step" and isinstance(kid, Tensor) and kid.dtype == torch.int64 and kid.ndim == 0:
-            return kid
-        found = _first_step(kid)
-        if found is not None:
-            return found
-    return None
+    named = (at.node for at in _optree.stored_leaves(state) if at.name == "step")
+    return next((x for x in named if isinstance(x, Tensor) and x.dtype == torch.int64 and x.ndim == 0), None)

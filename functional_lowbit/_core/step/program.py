@@ -134,7 +134,7 @@ class Program:
 
 def _seen(params: Tree, treedef: _optree.TreeDef) -> list[bool]:
     """Which leaves of a structure a narrowed tree still has."""
-    return [_optree.children(x) is None for x in _optree.flatten_up_to(treedef, params)]
+    return [_optree.is_leaf(x) for x in _optree.flatten_up_to(treedef, params)]
 
 
 def lower(update: Any) -> Program:
