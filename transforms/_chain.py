@@ -8,7 +8,6 @@ from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import EmptyState, GradientTransformation, call_update
 from functional_lowbit._core.leafwise.leafwise import leafwise
 from functional_lowbit._core.state.parts import Composite, Rest, init_with
-from functional_lowbit._core.state.resting import rest_in_float32
 from functional_lowbit._optree import Tree
 
 
@@ -19,10 +18,6 @@ class Chain(Composite):
 
     def __init__(self, inner: Sequence[GradientTransformation]):
         self.inner = tuple(inner)
-
-    def init(self, params: Tree) -> Any:
-        """A tuple of the parts' states."""
-        return self.init_state(params, rest_in_float32)
 
     def init_state(self, params: Tree, rest: Rest) -> Any:
         """A tuple of the parts' states."""
@@ -74,8 +69,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """
     for i, tx in enumerate(transformations):
         refuse.transformation("chain", f"argument {i}", tx)
-    part = Chain(transformations)
-    return GradientTransformation(part.init, part)
+    return Chain(transformations).transformation()
 
 
 class NamedChain(Chain):
@@ -144,8 +138,7 @@ def named_chain(*transformations: tuple[str, GradientTransformation]) -> Gradien
             raise ValueError(f"named_chain: names must differ, got {name!r} twice")
         refuse.transformation("named_chain", repr(name), tx)
         names.append(name)
-    part = NamedChain(names, [tx for _, tx in transformations])
-    return GradientTransformation(part.init, part)
+    return NamedChain(names, [tx for _, tx in transformations]).transformation()
 
 
 def identity() -> GradientTransformation:

@@ -11,7 +11,6 @@ from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, call_update
 from functional_lowbit._core.state.like_params import like_params
 from functional_lowbit._core.state.parts import Gated, Rest, init_with
-from functional_lowbit._core.state.resting import rest_in_float32
 from functional_lowbit._optree import Tree
 from functional_lowbit.sharding import ShardSpec, local_of, part_of, wrap
 from functional_lowbit.sharding._collectives import sum_over_meshes
@@ -32,10 +31,6 @@ class ApplyIfFinite(Gated):
     def __init__(self, inner: GradientTransformation, max_consecutive_errors: int):
         self.inner = (inner,)
         self.max_consecutive_errors = max_consecutive_errors
-
-    def init(self, params: Tree) -> ApplyIfFiniteState:
-        """The inner state, and counters at 0."""
-        return self.init_state(params, rest_in_float32)
 
     def init_state(self, params: Tree, rest: Rest) -> ApplyIfFiniteState:
         """The inner state, and counters at 0."""
@@ -142,5 +137,4 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int =
         raise ValueError(
             f"apply_if_finite: max_consecutive_errors must be an int of at least 0, got {max_consecutive_errors!r}"
         )
-    part = ApplyIfFinite(inner, max_consecutive_errors)
-    return GradientTransformation(part.init, part)
+    return ApplyIfFinite(inner, max_consecutive_errors).transformation()

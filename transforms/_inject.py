@@ -14,7 +14,6 @@ from functional_lowbit._core.contract.base import GradientTransformation, call_u
 from functional_lowbit._core.leafwise.scalars import at_least_float32
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.parts import Renewing, Rest, init_with
-from functional_lowbit._core.state.resting import rest_in_float32
 from functional_lowbit._optree import Tree
 
 
@@ -60,10 +59,6 @@ class InjectHyperparams(Renewing):
     def structure(self) -> Any:
         """The numbers' names, their dtype, and the first ones: a state has its own, and would not follow others."""
         return self.names, self.dtype, {name: float(value) for name, value in self.first.items()}
-
-    def init(self, params: Tree) -> InjectHyperparamsState:
-        """The first numbers, and the inner state."""
-        return self.init_state(params, rest_in_float32)
 
     def init_state(self, params: Tree, rest: Rest) -> InjectHyperparamsState:
         """The first numbers, and the inner state."""
@@ -245,6 +240,6 @@ def inject_hyperparams(
         plain = {name: value for name, value in numbers.items() if not _is_schedule(value)}
         part = InjectHyperparams(inner_factory, fixed, numbers, hyperparam_dtype)
         part.make({**part.firsts(), **plain})  # for the ranges of floats, which tensors do not have
-        return GradientTransformation(part.init, part)
+        return part.transformation()
 
     return make

@@ -13,7 +13,6 @@ from functional_lowbit._core.contract.masked_node import MaskedNode
 from functional_lowbit._core.contract.per_leaf import PerLeaf
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.parts import Composite, Rest, init_with
-from functional_lowbit._core.state.resting import rest_in_float32
 from functional_lowbit._optree import Tree
 
 Mask: TypeAlias = Tree | Callable[[Tree], Tree] | Callable[[str, Tensor], bool]
@@ -34,10 +33,6 @@ class Masked(Composite):
         self.inner = (inner,)
         self.mask = mask  # whether each leaf of a tree is kept, in order
         self.masks_extra_args = masks_extra_args
-
-    def init(self, params: Tree) -> MaskedState:
-        """The inner state for the leaves that are kept."""
-        return self.init_state(params, rest_in_float32)
 
     def init_state(self, params: Tree, rest: Rest) -> MaskedState:
         """The inner state for the leaves that are kept."""
@@ -135,5 +130,4 @@ def masked(
         {'w': tensor([1.]), 'b': tensor([2.])}
     """
     refuse.transformation("masked", "inner", inner)
-    part = Masked(inner, partial(bools, PerLeaf("masked", "mask", mask)), mask_compatible_extra_args)
-    return GradientTransformation(part.init, part)
+    return Masked(inner, partial(bools, PerLeaf("masked", "mask", mask)), mask_compatible_extra_args).transformation()

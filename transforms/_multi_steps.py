@@ -12,7 +12,6 @@ from functional_lowbit._core.contract.base import GradientTransformation, Moment
 from functional_lowbit._core.leafwise.update import Leafwise
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.parts import HostGated, Rest, init_with
-from functional_lowbit._core.state.resting import rest_in_float32
 from functional_lowbit._optree import Tree
 from functional_lowbit.sharding import ShardSpec, part_of, wrap
 
@@ -57,10 +56,6 @@ class MultiSteps(HostGated):
     def structure(self) -> Any:
         """Whether there is an accumulator."""
         return self.accumulates
-
-    def init(self, params: Tree) -> MultiStepsState:
-        """Counters at 0, an accumulator of zeros, and the inner state."""
-        return self.init_state(params, rest_in_float32)
 
     def init_state(self, params: Tree, rest: Rest) -> MultiStepsState:
         """Counters at 0, an accumulator of zeros, and the inner state."""
@@ -212,5 +207,4 @@ def multi_steps(
             "multi_steps: every_k_schedule must be an int of at least 1, or a function of gradient_step to one, got "
             f"{every_k_schedule!r}"
         )
-    part = MultiSteps(tx, every_k_schedule, use_grad_mean)
-    return GradientTransformation(part.init, part)
+    return MultiSteps(tx, every_k_schedule, use_grad_mean).transformation()

@@ -11,7 +11,6 @@ from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation
 from functional_lowbit._core.contract.per_leaf import PerLeaf
 from functional_lowbit._core.state.parts import Composite, Rest, init_with
-from functional_lowbit._core.state.resting import rest_in_float32
 from functional_lowbit._optree import Tree
 from functional_lowbit.transforms._masked import Masked
 
@@ -37,11 +36,7 @@ class Partition(Composite):
         self.labels = tuple(transforms)
         of_leaves = _LabelsOfLeaves(labels, self.labels)
         parts = [Masked(tx, _Group(of_leaves, label), masks_extra_args) for label, tx in transforms.items()]
-        self.inner = tuple(GradientTransformation(part.init, part) for part in parts)
-
-    def init(self, params: Tree) -> PartitionState:
-        """The groups' states, each for its own leaves."""
-        return self.init_state(params, rest_in_float32)
+        self.inner = tuple(part.transformation() for part in parts)
 
     def init_state(self, params: Tree, rest: Rest) -> PartitionState:
         """The groups' states, each for its own leaves."""
@@ -164,8 +159,8 @@ def partition(
         )
     for label, tx in transforms.items():
         refuse.transformation("partition", f"transforms[{label!r}]", tx)
-    part = Partition(transforms, PerLeaf("partition", "param_labels", param_labels), mask_compatible_extra_args)
-    return GradientTransformation(part.init, part)
+    labels = PerLeaf("partition", "param_labels", param_labels)
+    return Partition(transforms, labels, mask_compatible_extra_args).transformation()
 
 
 multi_transform = partition  # under optax's older name

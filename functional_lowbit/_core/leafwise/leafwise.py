@@ -135,4 +135,4 @@ def leafwise(
         reduces=reduces,
         needs_params=needs_params,
     )
-    return GradientTransformation(part.init, part)
+    return part.transformation()

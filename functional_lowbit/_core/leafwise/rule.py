@@ -17,7 +17,6 @@ from functional_lowbit._core.leafwise.returned import check_leaf, check_pair
 from functional_lowbit._core.leafwise.scalars import at_least_float32, constant, is_param, plain, record
 from functional_lowbit._core.state import fits, statistics as statistics_
 from functional_lowbit._core.state.parts import Part, Rest
-from functional_lowbit._core.state.resting import rest_in_float32
 from functional_lowbit._optree import Tree
 from functional_lowbit.sharding import ShardSpec, local_of
 
@@ -72,10 +71,6 @@ class Rule(Part):
         return not self.elementwise or check_elementwise(
             self.name, self.update_leaf, self.state_class, tuple(self.moments)
         )
-
-    def init(self, params: Tree) -> Any:
-        """A new state, moments and statistics in float32."""
-        return self.init_state(params, rest_in_float32)
 
     def init_state(self, params: Tree, rest: Rest) -> Any:
         """A new state, moments kept as `rest` decides."""

@@ -11,7 +11,6 @@ from functional_lowbit._core.contract.base import GradientTransformation, call_u
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.like_params import as_sharded
 from functional_lowbit._core.state.parts import Part, Rest, init_with
-from functional_lowbit._core.state.resting import rest_in_float32
 from functional_lowbit._optree import Tree
 from functional_lowbit.formats._halves import CODE_DTYPES, HALF_DTYPES, read_master, step_to, write_master
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
@@ -33,10 +32,6 @@ class MasterWeights(Part):
         self.inner = inner
         self.bits = bits
         self.resting = resting
-
-    def init(self, params: Tree) -> MasterWeightsState:
-        """No error yet, and the inner state for float32 parameters."""
-        return self.init_state(params, rest_in_float32)
 
     def init_state(self, params: Tree, rest: Rest) -> MasterWeightsState:
         """No error yet, and the inner state for float32 parameters."""
