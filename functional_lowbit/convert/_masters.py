@@ -31,7 +31,7 @@ def master_codes(
         ValueError: for error bits without the parameters that they belong to, or of another shape.
     """
     found: dict[str, Callable[[], Tensor]] = {}
-    for path, owner, codes in _codes(state, ""):
+    for path, owner, codes in _codes(state):
         error = reads[owner].error if owner in reads else None
         if error is None:
             continue
@@ -50,19 +50,13 @@ def master_codes(
     return found
 
 
-def _codes(node: Any, path: str) -> Iterator[tuple[str, str, Tensor]]:
+def _codes(state: Any) -> Iterator[tuple[str, str, Tensor]]:
     """(path in the state, parameter, codes) of all master weights."""
-    level = _optree.children(node)
-    if level is None:
-        return
-    for kid, name in zip(level[0], level[1], strict=True):
-        inside = f"{path}.{name}" if path else name
-        if isinstance(node, MasterWeightsState) and name == "error":
-            for owner, leaf in named_leaves(kid):
+    for at in _optree.nodes(state):
+        if isinstance(at.node, MasterWeightsState):
+            for owner, leaf in named_leaves(at.node.error):
                 if isinstance(leaf, Tensor):
-                    yield f"{inside}.{owner}" if owner else inside, owner, leaf
-        else:
-            yield from _codes(kid, inside)
+                    yield ".".join((*at.names, "error", *([owner] if owner else []))), owner, leaf
 
 
 def _new(p: Tensor, error: Tensor, like: Tensor) -> Tensor:

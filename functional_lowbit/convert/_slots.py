@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from functional_lowbit import _optree
-from functional_lowbit._core.contract.base import moments_of
 from functional_lowbit._core.contract.masked_node import MaskedNode
 from functional_lowbit._core.state.donate import copy_leaf
+from functional_lowbit._core.state.parts import moments_in
 from functional_lowbit._core.state.quantized import QuantizedTensor
 from functional_lowbit._optree import Tree
 from functional_lowbit.sharding import local_of
@@ -49,61 +49,42 @@ class Slots(NamedTuple):
 
 def find_slots(state: Any) -> Slots:
     """Moments go by what a state's class declares, however deep it sits in chains and wrappers."""
-    found = Slots([], [], True)
+    places = list(_optree.nodes(state, moments_in))
+    counting = {at.names[:-1]: at.path for at in places if at.name == "step"}
+    slots: list[Slot] = []
+    owners: dict[tuple[str, ...], set[str]] = {}  # by every node around a moment
     whole = True
-
-    def walk(node: Any, path: str) -> tuple[set[str], list[tuple[str, Tensor]]]:
-        """Parameters below, and counters that wait for some."""
-        nonlocal whole
-        level = None if isinstance(node, QuantizedTensor) else _optree.children(node)
-        if level is None:
-            return set(), []
-        declared = moments_of(type(node))
-        waiting: list[tuple[str, Tensor]] = []
-        owners: set[str] = set()
-        fields = getattr(node, "_fields", level[1])
-        counter = f"{path}step" if "step" in fields else None
-        for kid, name in zip(level[0], level[1], strict=True):
-            if name in declared:
-                for owner, leaf in named_leaves(kid):
-                    if leaf is None:
-                        whole = False
-                        continue
-                    inside = f"{path}{name}.{owner}" if owner else f"{path}{name}"
-                    found.slots.append(Slot(inside, name, owner, leaf, counter))
-                    owners.add(owner)
-            elif name in COUNTERS and isinstance(kid, Tensor) and kid.ndim == 0 and kid.dtype == torch.int64:
-                waiting.append((f"{path}{name}", kid))
-            else:
-                below, still = walk(kid, f"{path}{name}.")
-                owners |= below
-                waiting += still
-        if owners:
-            found.counters.extend(Counter(p, frozenset(owners), x) for p, x in waiting)
-            waiting = []
-        return owners, waiting
-
-    _, waiting = walk(state, "")
-    found.counters.extend(Counter(p, frozenset(), x) for p, x in waiting)
-    return found._replace(whole=whole)
+    for at in places:
+        if at.mark is None:
+            continue
+        for owner, leaf in named_leaves(at.node):
+            if leaf is None:
+                whole = False
+                continue
+            path = f"{at.path}.{owner}" if owner else at.path
+            slots.append(Slot(path, at.name, owner, leaf, counting.get(at.names[:-1])))
+            for n in range(len(at.names)):
+                owners.setdefault(at.names[:n], set()).add(owner)
+    counters = []
+    for at in places:
+        if at.mark is None and at.name in COUNTERS and _is_count(at.node):
+            around = (owners[at.names[:n]] for n in reversed(range(len(at.names))) if at.names[:n] in owners)
+            counters.append(Counter(at.path, frozenset(next(around, ())), at.node))
+    return Slots(slots, counters, whole)
 
 
-def named_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
+def _is_count(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim == 0 and x.dtype == torch.int64
+
+
+def named_leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
     """(path, leaf) in the order in which dicts were filled, as `model.parameters()` goes; not sorted, as trees are.
 
     The leaf is None where a mask has taken it out. What is None in the tree is no leaf.
     """
-    level = None if isinstance(tree, QuantizedTensor) else _optree.children(tree)
-    if level is None:
-        yield path, tree
-    elif isinstance(tree, MaskedNode):
-        yield path, None
-    elif isinstance(tree, dict):
-        for name, kid in tree.items():
-            yield from named_leaves(kid, f"{path}.{name}" if path else str(name))
-    else:
-        for kid, name in zip(level[0], level[1], strict=True):
-            yield from named_leaves(kid, f"{path}.{name}" if path else name)
+    for at in _optree.nodes(tree, as_filled=True):
+        if at.is_leaf or isinstance(at.node, MaskedNode):
+            yield at.path, at.node if at.is_leaf else None
 
 
 def filled(speaker: str, state: Any, makers: Mapping[str, Callable[[], Any]]) -> Any:
@@ -112,32 +93,18 @@ def filled(speaker: str, state: Any, makers: Mapping[str, Callable[[], Any]]) ->
     Raises:
         ValueError: for a leaf on the meta device that nothing is made for. Nothing is made before.
     """
-    _refuse_meta(speaker, state, "", makers)
-    return _filled(state, "", makers)
+    for at in _optree.stored_leaves(state):
+        part = at.node.codes if isinstance(at.node, QuantizedTensor) else at.node
+        if at.path not in makers and isinstance(part, Tensor) and local_of(part).device.type == "meta":
+            raise ValueError(
+                f"{speaker}: {at.path} of the target is on the meta device, and saved has nothing for it; make the "
+                "target of parameters that have memory"
+            )
 
+    def new(at: _optree.Place) -> Any:
+        return makers[at.path]() if at.path in makers else _optree.map_leaves(copy_leaf, at.node)
 
-def _refuse_meta(speaker: str, node: Any, path: str, makers: Mapping[str, Any]) -> None:
-    level = None if isinstance(node, QuantizedTensor) else _optree.children(node)
-    if level is not None and path not in makers:
-        for kid, name in zip(level[0], level[1], strict=True):
-            _refuse_meta(speaker, kid, f"{path}.{name}" if path else name, makers)
-        return
-    part = node.codes if isinstance(node, QuantizedTensor) else node
-    if path not in makers and isinstance(part, Tensor) and local_of(part).device.type == "meta":
-        raise ValueError(
-            f"{speaker}: {path} of the target is on the meta device, and saved has nothing for it; make the target of "
-            "parameters that have memory"
-        )
-
-
-def _filled(node: Any, path: str, makers: Mapping[str, Callable[[], Any]]) -> Any:
-    if path in makers:
-        return makers[path]()
-    level = None if isinstance(node, QuantizedTensor) else _optree.children(node)
-    if level is None:
-        return _optree.map_leaves(copy_leaf, node)
-    kids, names, rebuild = level
-    return rebuild([_filled(k, f"{path}.{n}" if path else n, makers) for k, n in zip(kids, names, strict=True)])
+    return _optree.map_stored(new, state)
 
 
 def listed(words: Collection[str]) -> str:
