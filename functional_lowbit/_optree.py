@@ -3,7 +3,7 @@
 A leaf that rests as several tensors is a node to optree, which flattens it into those. To the walk (`nodes`,
 `stored_leaves`, `map_stored`) it is one leaf.
 
-Imports: nothing
+Imports: _private
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,12 +11,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import optree
-import torch.utils._pytree as torch_pytree
-from optree.registry import (
-    __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE,
-    _NODETYPE_REGISTRY,
-)
 from torch import Tensor
+
+from functional_lowbit._private import GLOBAL_NAMESPACE, optree_namespace_of, register_torch_node
 
 Tree: TypeAlias = Any
 """Any pytree of tensors: dict, list, tuple, NamedTuple, registered class, a bare tensor, None."""
@@ -34,18 +31,10 @@ def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
     leaves, treedef = optree.tree_flatten(tree)
     for cls in dict.fromkeys(map(type, leaves)):
         if not issubclass(cls, Tensor):
-            namespace = _namespace_of(cls)
+            namespace = optree_namespace_of(cls)
             if namespace is not None:
                 return optree.tree_flatten(tree, namespace=namespace)
     return leaves, treedef
-
-
-def _namespace_of(cls: type) -> str | None:
-    """The namespace of optree in which a user registered a class; without it optree would take the node for a leaf."""
-    for key in _NODETYPE_REGISTRY:  # there is no public way to ask
-        if isinstance(key, tuple) and key[1] is cls:
-            return key[0]
-    return None
 
 
 def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> Tree:
@@ -116,7 +105,7 @@ def children(node: Any) -> tuple[list[Any], list[str], Callable[[Sequence[Any]],
         return list(kids), list(cls.TREE_FIELDS), lambda new: cls.tree_unflatten(aux, list(new))
     try:
         kids, metadata, entries, rebuild = optree.tree_flatten_one_level(
-            node, namespace=_namespace_of(type(node)) or ""
+            node, namespace=optree_namespace_of(type(node)) or ""
         )
     except ValueError:  # optree's answer for a leaf
         return None
@@ -236,7 +225,7 @@ def register(cls: Any) -> Any:
         path_entry_type=optree.GetAttrEntry,
         namespace=GLOBAL_NAMESPACE,
     )
-    torch_pytree.register_pytree_node(
+    register_torch_node(
         cls,
         torch_flatten_node,
         lambda kids, aux: cls.tree_unflatten(aux, kids),

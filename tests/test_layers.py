@@ -18,17 +18,19 @@ import functional_lowbit as fl
 PACKAGE = Path(fl.__file__).parent
 DOORS = {  # who may import what: a module, or all of a room
     "torch.distributed": {
+        "_private",
         "sharding",
         "checkpoint",
         "_core.report.planned_mesh",
         "cli._folders",  # it reads a checkpoint one entry after the other
     },
     "safetensors": {"checkpoint._safetensors"},
-    "optree": {"_optree"},
-    "torch._dynamo": {"_core.step.backends"},
+    "optree": {"_optree", "_private"},
+    "torch._dynamo": {"_private"},
     "torch.compile": {"_core.step.backends"},
-    "torch.utils._pytree": {"_optree"},
 }
+# Private names of others than torch and optree: of namedtuples, of transformers.
+NOT_TORCH = {"_replace", "_fields", "_asdict", "_from_config"}
 
 
 def _files() -> dict[str, Path]:
@@ -105,7 +107,7 @@ def test_the_house_stays_small():
     folders = top & FOLDERS
     assert len(folders) <= 8
     assert len(top - folders) <= 6
-    assert len(ROOMS) <= 21
+    assert len(set(ROOMS) - {"", "__main__"}) <= 20
     lines = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
     assert {name: n for name, n in lines.items() if n > 250} == {}
     assert sorted(lines.values())[len(lines) // 2] <= 120
@@ -144,6 +146,49 @@ def test_each_foreign_library_has_its_doors(name):
             text = ast.unparse(node)
             for library in ("torch.compile", "torch.distributed", "torch._dynamo"):
                 assert not (text == library or text.startswith(library + ".")) or _may_use(name, library)
+
+
+def _is_private(word: str) -> bool:
+    return word.startswith("_") and not (word.startswith("__") and word.endswith("__"))
+
+
+def _defined(tree: ast.AST) -> set[str]:
+    """Names that a file gives to functions, classes, variables and attributes."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return found
+
+
+OURS = set().union(*map(_defined, TREES.values())) | NOT_TORCH
+
+
+@EACH
+def test_private_names_of_torch_and_optree_come_through_one_module(name):
+    """`_private` has each with what it is for; `tests/test_private.py` tries them."""
+    if name == "_private":
+        return
+    for node in ast.walk(TREES[name]):
+        words: list[str] = []
+        if isinstance(node, ast.ImportFrom):
+            words = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            words = [word for alias in node.names for word in alias.name.split(".")]
+        if words and words[0] in ("torch", "optree"):
+            assert not any(map(_is_private, words)), f"{ast.unparse(node)} must go through _private"
+        if isinstance(node, ast.Attribute) and ast.unparse(node).split(".")[0] in ("torch", "optree"):
+            assert not _is_private(node.attr), f"{ast.unparse(node)} must go through _private"
+        if isinstance(node, ast.Attribute):
+            words = [node.attr]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rsplit(".")[-1] in ("getattr", "hasattr", "get"):
+            words = [x.value for x in node.args if isinstance(x, ast.Constant) and isinstance(x.value, str)]
+        else:
+            words = [keyword.arg or "" for keyword in node.keywords] if isinstance(node, ast.Call) else []
+        foreign = [word for word in words if _is_private(word) and word not in OURS]
+        assert not foreign, f"{ast.unparse(node)} must go through _private"
 
 
 @EACH

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from functional_lowbit._private import PICKLED_IN_METADATA
 from functional_lowbit.checkpoint import _folder
 from functional_lowbit.cli._mistakes import Broken, Mistake, said
 from functional_lowbit.cli._pending import Pending
@@ -22,7 +23,7 @@ Check = Callable[[Callable[..., None]], list[str]]
 METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 METADATA_CLASSES = {
     *("Metadata", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-    *("TensorProperties", "MetadataIndex", "_MEM_FORMAT_ENCODING", "_StorageInfo", "_StoragePrefix"),
+    *("TensorProperties", "MetadataIndex"),
 }
 SPEAKER = "inspect"  # of `checkpoint._folder`'s errors, whose texts are handed on without it
 
@@ -90,7 +91,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         plain = (module in METADATA_MODULES and name in METADATA_CLASSES) or (
-            (module, name) in (("torch.serialization", "_get_layout"), ("torch", "Size"))
+            (module, name) in {*PICKLED_IN_METADATA, ("torch", "Size")}
             or (module.startswith("pathlib") and hasattr(pathlib, name) and name.endswith("Path"))
             or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
         )

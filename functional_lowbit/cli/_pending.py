@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from functional_lowbit._private import sparse_parts
+
 
 class Pending(NamedTuple):
     """What is known of a tensor before it is read."""
@@ -38,7 +40,7 @@ def dense_parts(x: Tensor) -> list[Tensor]:
     if x.layout is torch.strided:
         return [x]
     if x.layout is torch.sparse_coo:
-        return [x._indices(), x._values()]
+        return sparse_parts(x)
     by_rows = x.layout in (torch.sparse_csr, torch.sparse_bsr)
     return [*((x.crow_indices(), x.col_indices()) if by_rows else (x.ccol_indices(), x.row_indices())), x.values()]
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from functional_lowbit._private import inner_of
 from functional_lowbit.checkpoint import _schema
 from functional_lowbit.cli._listed import Leaf, bytes_of, described_leaves, text_of, version_of
 from functional_lowbit.cli._pending import Pending, is_tensor
@@ -148,7 +149,7 @@ def _library_of(leaf: Leaf) -> str:
     kind = type(leaf.parts[""])
     if kind.__module__.startswith("torchao."):
         return TORCHAO
-    inner = getattr(leaf.parts[""], "_local_tensor", None)  # of a DTensor
+    inner = inner_of(leaf.parts[""])
     if inner is not None and type(inner).__module__.startswith("torchao."):
         return TORCHAO
     return BITSANDBYTES if leaf.path.endswith((".state1", ".state2")) else TORCH

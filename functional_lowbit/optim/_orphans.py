@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from functional_lowbit._private import parameters_of
+
 
 def refuse_orphans(trees: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Any]]]) -> None:
     """Refuse parameters that would silently never be stepped.
@@ -46,7 +48,7 @@ def _held() -> tuple[dict[int, Tensor], set[int]]:
     stepped: set[int] = set()
     for x in gc.get_objects():
         if issubclass(type(x), nn.Module):  # isinstance would ask proxies for their class
-            own = vars(x).get("_parameters")
+            own = parameters_of(x)
             if isinstance(own, dict):
                 held.update((id(p), p) for p in own.values() if p is not None)
         elif issubclass(type(x), torch.optim.Optimizer):

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from functional_lowbit._private import StridedShard, dtensor_anywhere
 from functional_lowbit.formats import _grid
 from functional_lowbit.sharding import _chunks
 
@@ -56,7 +55,7 @@ class ShardSpec:
         if not isinstance(x, DTensor):
             return None
         for placement in x.placements:
-            if not isinstance(placement, (Shard, _StridedShard, Replicate)):
+            if not isinstance(placement, (Shard, StridedShard, Replicate)):
                 raise ValueError(
                     f"{speaker}: placements must be Shard or Replicate, got {placement!r} in {tuple(x.placements)}; "
                     "redistribute the tensor first"
@@ -85,7 +84,7 @@ class ShardSpec:
             if isinstance(p, Replicate):
                 found.append(None)
             else:
-                found.append((p.dim, int(p.split_factor) if isinstance(p, _StridedShard) else 1))
+                found.append((p.dim, int(p.split_factor) if isinstance(p, StridedShard) else 1))
         return tuple(found)
 
     def parts_of(self, dim: int) -> int:
@@ -160,9 +159,7 @@ class ShardSpec:
         shape = torch.Size(self.shape)
         if local.device.type not in (self.mesh.device_type, "meta"):
             # from_local would move it to the mesh's device. fully_shard makes what it offloads like this, too.
-            meta = TensorMeta(shape, self.stride, local.dtype)
-            spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
-            return DTensor(local, spec, requires_grad=False)
+            return dtensor_anywhere(local, self.mesh, self.placements, shape, self.stride)
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=shape, stride=self.stride)
 
     def like(self, shape: Sequence[int]) -> "ShardSpec":
@@ -181,8 +178,8 @@ class ShardSpec:
             dim = None if isinstance(placement, Replicate) else dims[placement.dim]
             if dim is None:
                 placements.append(Replicate())
-            elif isinstance(placement, _StridedShard):
-                placements.append(_StridedShard(dim, split_factor=placement.split_factor))
+            elif isinstance(placement, StridedShard):
+                placements.append(StridedShard(dim, split_factor=placement.split_factor))
             else:
                 placements.append(Shard(dim))
         return ShardSpec(self.mesh, tuple(placements), tuple(shape), contiguous_stride(shape))

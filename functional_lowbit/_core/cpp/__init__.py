@@ -1,4 +1,4 @@
 """A traced graph as C++, compiled once and kept.
 
-Imports: nothing
+Imports: _private
 """

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from functional_lowbit._core.cpp import library
+from functional_lowbit._private import is_watched, is_wrapped
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -128,14 +128,9 @@ def _library() -> Any:
 
 def _is_plain(x: Tensor) -> bool:
     """Whether a tensor is memory of the CPU that nothing but its numbers is asked of: no graph, no vmap, no tangent."""
-    if x.device.type != "cpu" or type(x) is not Tensor or x.requires_grad or is_functorch_wrapped_tensor(x):
+    if x.device.type != "cpu" or type(x) is not Tensor or x.requires_grad or is_wrapped(x):
         return False
     return x.numel() == 0 or x.data_ptr() != 0
-
-
-def _is_watched() -> bool:
-    """Whether operations are traced, faked, or differentiated forward."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch.autograd.forward_ad._current_level >= 0
 
 
 def square_bins(tensors: Sequence[Tensor], block: int, n_bins: int) -> Tensor | None:
@@ -146,7 +141,7 @@ def square_bins(tensors: Sequence[Tensor], block: int, n_bins: int) -> Tensor | 
         block: Elements of a row (the dimensions after the first) that are summed in float32.
         n_bins: Length of the result, see `_core.leafwise.norm`.
     """
-    if _is_watched() or not all(map(_is_plain, tensors)):
+    if is_watched() or not all(map(_is_plain, tensors)):
         return None
     function = _library()
     if function is None:

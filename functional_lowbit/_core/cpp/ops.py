@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from functional_lowbit._private import TO_COPY
+
 CTYPES = {
     torch.float32: "float",
     torch.float64: "double",
@@ -160,7 +162,7 @@ def cast(x: Any, dtype: torch.dtype) -> str:
 
 def _was_float(x: fx.Node) -> bool:
     """Whether a value is an integer that was cast from a float."""
-    if x.target != torch.ops.aten._to_copy.default or x.meta["val"].dtype in (torch.bool, *HALF):
+    if x.target != TO_COPY or x.meta["val"].dtype in (torch.bool, *HALF):
         return False
     return not x.meta["val"].dtype.is_floating_point and x.args[0].meta["val"].dtype.is_floating_point  # type: ignore[union-attr]
 
@@ -203,7 +205,7 @@ def _root_in_double(x: Any, dtype: torch.dtype) -> fx.Node | None:
     if dtype != torch.float32 or getattr(x, "target", None) != aten.sqrt.default:
         return None
     wide = x.args[0]
-    if getattr(wide, "target", None) != aten._to_copy.default:
+    if getattr(wide, "target", None) != TO_COPY:
         return None
     y = wide.args[0]
     return y if wide.meta["val"].dtype == torch.float64 and y.meta["val"].dtype == torch.float32 else None

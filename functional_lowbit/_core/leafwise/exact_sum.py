@@ -10,8 +10,8 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level
 
+from functional_lowbit._private import in_function_transform
 from functional_lowbit.sharding import ShardSpec
 from functional_lowbit.sharding._collectives import all_reduce
 
@@ -56,7 +56,7 @@ def _largest(x: Tensor, dims: Sequence[int]) -> tuple[Tensor, bool]:
         return x.new_zeros([1 if d in dims else n for d, n in enumerate(x.shape)]), True
     magnitude = x.abs()
     largest = magnitude.amax(tuple(dims), keepdim=True)
-    may_look = x.device.type == "cpu" and maybe_current_level() is None
+    may_look = x.device.type == "cpu" and not in_function_transform()
     if may_look and type(x) is Tensor and bool(largest.isfinite().all()):
         return largest, True
     return torch.where(magnitude.isfinite(), magnitude, 0.0).amax(tuple(dims), keepdim=True), False

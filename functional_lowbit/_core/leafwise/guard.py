@@ -11,9 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from functional_lowbit._private import (
+    DispatchMode,
+    disable_current_modes,
+    in_function_transform,
+    schema_of,
+    version_of,
+)
 
 # Operations without torch.Tag.pointwise that leave each element where it is, or make tensors from numbers.
 _NAMES = (
@@ -61,7 +67,7 @@ class _NoLeaks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Guard(TorchDispatchMode):
+class Guard(DispatchMode):
     """While it is entered, an operation that does not leave elements at their places raises `MixesElements`."""
 
     def __enter__(self) -> Any:
@@ -72,10 +78,6 @@ class Guard(TorchDispatchMode):
     def __exit__(self, *error: Any) -> Any:
         super().__exit__(*error)
         self._leaks.__exit__(*error)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler, for more than a second, to keep it away from us
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, if each element of its result is made of elements at one place."""
@@ -91,7 +93,7 @@ class Guard(TorchDispatchMode):
 
 @lru_cache(maxsize=1024)
 def _keeps_places(op: Any) -> bool:
-    schema = getattr(op, "_schema", None)
+    schema = schema_of(op)
     if schema is None:  # a higher-order operator
         return False
     namespace, name = schema.name.split("::")
@@ -126,7 +128,7 @@ def _verdict(function: Callable[..., Any], state_class: Any, moments: tuple[str,
 def _trial(
     function: Callable[..., Any], state_class: Any, moments: tuple[str, ...], shape: tuple[int, ...], scalar: float
 ) -> Exception | None:
-    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+    with disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         g, p, *values = [
             torch.full(shape, 0.25 + 0.125 * i, dtype=torch.float32, device="cpu") for i in range(2 + len(moments))
         ]
@@ -138,7 +140,7 @@ def _trial(
             return mixes.with_traceback(None)  # which would keep tensors alive
         except Exception as other:  # it may be right for its real arguments; it is watched there then
             return other.with_traceback(None)
-        if any(x._version for x in (g, p, *values)):
+        if any(map(version_of, (g, p, *values))):
             return WritesToArguments("an operation that writes into one of its arguments")
     return None
 
@@ -168,7 +170,7 @@ def check_elementwise(speaker: str, function: Callable[..., Any], state_class: A
 
 def can_watch() -> bool:
     """Whether operations are those that a function was written with: not so inside torch.func and torch.compile."""
-    return not torch.compiler.is_compiling() and maybe_current_level() is None
+    return not torch.compiler.is_compiling() and not in_function_transform()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from functional_lowbit._core.leafwise.whole import run_whole
 from functional_lowbit._core.state import fits, statistics as statistics_
 from functional_lowbit._core.state.like_params import as_sharded
 from functional_lowbit._optree import Tree
+from functional_lowbit._private import version_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +97,9 @@ class Leafwise(Rule):
         named = dict(zip(task.fields, fields, strict=True))
         plain = (Tensor, nn.Parameter)  # others, of function transforms, have no versions
         given = [x for x in (g, p, *fields) if x is not None and type(x) in plain and not x.is_inference()]
-        versions = [x._version for x in given]
+        versions = list(map(version_of, given))
         result = self._watched_leaf(speaker, task, g, named, p, scalars)
-        if can_watch() and versions != [x._version for x in given]:
+        if can_watch() and versions != list(map(version_of, given)):
             raise ValueError(
                 f"{speaker}: the leaf function {name_of(self.update_leaf)} writes into one of its arguments at "
                 f"{task.path!r}; it must be pure: clone what it writes to"

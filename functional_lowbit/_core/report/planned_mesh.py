@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from functional_lowbit._private import StridedShard, mesh_without_group
 from functional_lowbit.sharding import ShardSpec, contiguous_stride
 
 MeshShape: TypeAlias = int | Sequence[int] | Mapping[str, int] | DeviceMesh
@@ -66,7 +66,7 @@ class PlannedMesh:
         """The mesh as a rank would see it; nothing can be sent over it."""
         with torch.device("cpu"):  # whatever the default device
             ranks = torch.arange(prod(self.shape)).view(self.shape)
-            return DeviceMesh("cpu", ranks, mesh_dim_names=self.names, _init_backend=False, _rank=rank)
+            return mesh_without_group(ranks, self.names, rank)
 
     def _placed(self, path: str, leaf: Tensor, placements: Placements) -> tuple[Any, ...]:
         if placements is None:
@@ -83,7 +83,7 @@ class PlannedMesh:
     def _checked(self, path: str, leaf: Tensor, placement: Any) -> Any:
         if isinstance(placement, Replicate):
             return placement
-        if not isinstance(placement, (Shard, _StridedShard)):
+        if not isinstance(placement, (Shard, StridedShard)):
             raise ValueError(f"{self.speaker}: placements of {path!r} must be Shard or Replicate, got {placement!r}")
         if not -leaf.ndim <= placement.dim < leaf.ndim:
             raise ValueError(
@@ -93,8 +93,8 @@ class PlannedMesh:
         if placement.dim >= 0:
             return placement
         dim = placement.dim + leaf.ndim
-        if isinstance(placement, _StridedShard):
-            return _StridedShard(dim, split_factor=placement.split_factor)
+        if isinstance(placement, StridedShard):
+            return StridedShard(dim, split_factor=placement.split_factor)
         return Shard(dim)
 
 

@@ -13,6 +13,7 @@ from functional_lowbit._core.cpp.ops import Unsupported
 from functional_lowbit._core.step import staging
 from functional_lowbit._core.step.kernel import KernelKey, count_moments, example, make_kernel
 from functional_lowbit._core.step.native import NativeKernel
+from functional_lowbit._private import compiler_of, mark_dynamic
 
 RECOMPUTE = {"realize_reads_threshold": 16, "realize_opcount_threshold": 60, "realize_acc_reads_threshold": 16}
 """Inductor writes a value that is used twice to memory if it was expensive, and the new moments are: they are needed
@@ -44,7 +45,7 @@ class TorchKernel:
         self._function = function = make_kernel(key)
         if backend == "eager":
             return
-        compiler = torch._dynamo.lookup_backend(backend)
+        compiler = compiler_of(backend)
         options = {"config_patches": RECOMPUTE} if backend == "inductor" else {}
 
         def counted(graph: Any, inputs: Any) -> Any:
@@ -57,7 +58,7 @@ class TorchKernel:
         # Compiled on arguments that no leaf decides, so that every rank compiles the same code.
         args, varying = example(key)
         for arg, dim in varying:
-            torch._dynamo.mark_dynamic(arg, dim)
+            mark_dynamic(arg, dim)
         self._function(*args)
 
     def run(self, leaves: Iterable[staging.Leaf], shaped: Sequence[bool], scalars: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from functional_lowbit._private import foreach_copy_
 from functional_lowbit.formats._grid import Grid
 
 SMALL = 2**16  # elements; about as many are worked on in the time that one call takes
@@ -170,4 +171,4 @@ def _run_staged(batch: list[Leaf], shaped: Sequence[bool], call: Callable[[list[
         places = [leaf.tensors[i] for leaf in batch]
         if like:
             parts = [_gathered(leaf.grid, x, place.shape) for leaf, x, place in zip(batch, parts, places, strict=True)]
-        torch._foreach_copy_(places, list(parts))  # pyright: ignore[reportPrivateImportUsage]
+        foreach_copy_(places, list(parts))
