@@ -82,7 +82,7 @@ CASE_2 = ((15, 512), (33, 640))
 
 def case_2() -> Any:
     params, state = steps(CASE_2, w.shard)
-    return [type(x).__name__ for x in fl.tree._tree.leaves(state)], w.fingerprint(params), w.of_state(state)
+    return [type(x).__name__ for x in fl.tree._optree.leaves(state)], w.fingerprint(params), w.of_state(state)
 
 
 def test_case_2_uneven_rows_are_quantized_alike(world: World, alone: Callable[..., Any]) -> None:

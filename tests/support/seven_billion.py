@@ -87,14 +87,14 @@ def main(rank: int, mesh_shape: tuple[int, ...]) -> None:
         on_meta, planned = growth(lambda tx=tx: tx.init(meta))
         took, state = growth(lambda tx=tx: tx.init(params))
         report = fl.describe(state, params)
-        tensors = fl.tree._tree.leaves(state)
+        tensors = fl.tree._optree.leaves(state)
         seen[name] = {
             "init": took,
             "meta init": on_meta,
             "described": report.total_bytes,
             "described on meta": fl.describe(planned).total_bytes,
             "same rows": fl.describe(planned).rows == report.rows,
-            "meta devices": sorted({str(x.device) for x in fl.tree._tree.leaves(planned)}),
+            "meta devices": sorted({str(x.device) for x in fl.tree._optree.leaves(planned)}),
             "tensors": len(tensors),
             "global": sum(x.numel() * x.element_size() for x in tensors),
             "parameters": report.parameters,
