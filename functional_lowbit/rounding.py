@@ -4,7 +4,7 @@ A key is an int64 number. `fold_in` makes new keys from old ones: one for each s
 element's noise is a hash of its leaf's key and of its index in the whole leaf, so that every rank, every world size,
 every device and every resumed run rounds it alike. Everything is elementwise arithmetic on integers that wrap.
 
-Imports: nothing
+Imports: _core
 """
 
 import hashlib
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from functional_lowbit._core.refused import WrongType, WrongValue, speaking
 
 GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio; splitmix64's increment
 SIGN, MAGNITUDE = -0x80000000, 0x7FFFFFFF  # of a float32's bits
@@ -28,6 +30,7 @@ class Words(NamedTuple):
     counter: Tensor  # lower 31 bits of the element's index
 
 
+@speaking("fold_in")
 def fold_in(key: int | Tensor, data: int | Tensor) -> Tensor:
     """A new key from a key and a number; another one for every other number.
 
@@ -49,12 +52,12 @@ def fold_in(key: int | Tensor, data: int | Tensor) -> Tensor:
         >>> fl.rounding.fold_in(0, 1), fl.rounding.fold_in(0, 2)
         (tensor(-7061257010553836809), tensor(4455725808831290745))
     """
-    mixed = _mix64(check_key("fold_in", key) + GOLDEN)
+    mixed = _mix64(check_key(key) + GOLDEN)
     if isinstance(data, Tensor):
         if data.dtype != torch.int64:
-            raise TypeError(f"fold_in: data must be an int or an int64 tensor, got {data.dtype}")
+            raise WrongType(f"data must be an int or an int64 tensor, got {data.dtype}")
         return _mix64(mixed.to(data.device) ^ data)
-    return _mix64(mixed ^ _int64("fold_in", "data", data))
+    return _mix64(mixed ^ _int64("data", data))
 
 
 def leaf_key(key: int | Tensor, path: str) -> Tensor:
@@ -179,7 +182,7 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
     if dtype not in (torch.bfloat16, torch.float16):
         return x.to(dtype)
     if x.dtype != torch.float32:
-        raise TypeError(f"stochastic_round: x must be float32, got {x.dtype}")
+        raise WrongType(f"x must be float32, got {x.dtype}", speaker="stochastic_round")
     raw = x.view(torch.int32)
     rounded = _to_bfloat16(raw, noise) if dtype == torch.bfloat16 else _to_float16(raw, noise)
     return (rounded | (raw & SIGN)).view(torch.float32).to(dtype)
@@ -204,23 +207,21 @@ def _to_float16(raw: Tensor, noise: Tensor) -> Tensor:
     return torch.where(magnitude < 0x47800000, rounded, magnitude)  # 65536
 
 
-def check_key(speaker: str, key: Any) -> Tensor:
-    """A key as int64[], or an error in the speaker's name."""
+def check_key(key: Any) -> Tensor:
+    """A key as int64[]; what is none is refused."""
     if isinstance(key, Tensor):
         if key.dtype != torch.int64 or key.ndim != 0:
-            raise ValueError(
-                f"{speaker}: key must be an int or a 0-d int64 tensor, got {key.dtype} of shape {tuple(key.shape)}"
-            )
+            raise WrongValue(f"key must be an int or a 0-d int64 tensor, got {key.dtype} of shape {tuple(key.shape)}")
         return key
-    return torch.tensor(_int64(speaker, "key", key), dtype=torch.int64, device="cpu")
+    return torch.tensor(_int64("key", key), dtype=torch.int64, device="cpu")
 
 
-def _int64(speaker: str, what: str, value: Any) -> int:
+def _int64(what: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         kind = "a 0-d int64 tensor" if what == "key" else "an int64 tensor"
-        raise TypeError(f"{speaker}: {what} must be an int or {kind}, got {type(value).__name__}")
+        raise WrongType(f"{what} must be an int or {kind}, got {type(value).__name__}")
     if not -(2**63) <= value < 2**63:
-        raise ValueError(f"{speaker}: {what} must fit in 64 bits, got {value}")
+        raise WrongValue(f"{what} must fit in 64 bits, got {value}")
     return value
 
 

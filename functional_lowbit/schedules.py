@@ -1,6 +1,6 @@
 """Schedules: functions of the step, counted from 0. Each takes int64[] and returns float64[] on the same device.
 
-Imports: _core.contract
+Imports: _core, _core.contract
 """
 
 import math
@@ -12,8 +12,10 @@ from torch import Tensor
 
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import Schedule
+from functional_lowbit._core.refused import WrongValue, speaking
 
 
+@speaking("constant_schedule")
 def constant_schedule(value: float) -> Schedule:
     """The same value at every step.
 
@@ -28,10 +30,11 @@ def constant_schedule(value: float) -> Schedule:
         >>> fl.schedules.constant_schedule(0.1)(torch.tensor(5))
         tensor(0.1000, dtype=torch.float64)
     """
-    refuse.hyperparameter("constant_schedule", "value", value)
+    refuse.hyperparameter("value", value)
     return lambda step: torch.full_like(_as_float(step), value)
 
 
+@speaking("linear_schedule")
 def linear_schedule(init_value: float, end_value: float, transition_steps: int, transition_begin: int = 0) -> Schedule:
     """A straight line from one value to another, and constant before and after.
 
@@ -52,9 +55,9 @@ def linear_schedule(init_value: float, end_value: float, transition_steps: int, 
         >>> fl.schedules.linear_schedule(0.0, 1.0, 4)(torch.tensor(1))
         tensor(0.2500, dtype=torch.float64)
     """
-    _check_steps("linear_schedule", "transition_steps", transition_steps, 1)
-    _check_steps("linear_schedule", "transition_begin", transition_begin, 0)
-    _check_values("linear_schedule", init_value=init_value, end_value=end_value)
+    _check_steps("transition_steps", transition_steps, 1)
+    _check_steps("transition_begin", transition_begin, 0)
+    _check_values(init_value=init_value, end_value=end_value)
 
     def schedule(step: Tensor) -> Tensor:
         done = ((_as_float(step) - transition_begin) / transition_steps).clamp(0.0, 1.0)
@@ -63,6 +66,7 @@ def linear_schedule(init_value: float, end_value: float, transition_steps: int, 
     return schedule
 
 
+@speaking("cosine_decay_schedule")
 def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0) -> Schedule:
     """Half a cosine from a value down to a fraction of it, and constant after.
 
@@ -83,8 +87,8 @@ def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.
         >>> fl.schedules.cosine_decay_schedule(1.0, 10)(torch.tensor(5))
         tensor(0.5000, dtype=torch.float64)
     """
-    _check_steps("cosine_decay_schedule", "decay_steps", decay_steps, 1)
-    _check_values("cosine_decay_schedule", init_value=init_value, alpha=alpha, exponent=exponent)
+    _check_steps("decay_steps", decay_steps, 1)
+    _check_values(init_value=init_value, alpha=alpha, exponent=exponent)
 
     def schedule(step: Tensor) -> Tensor:
         done = (_as_float(step) / decay_steps).clamp(max=1.0)
@@ -94,6 +98,7 @@ def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.
     return schedule
 
 
+@speaking("warmup_cosine_decay_schedule")
 def warmup_cosine_decay_schedule(
     init_value: float,
     peak_value: float,
@@ -124,10 +129,9 @@ def warmup_cosine_decay_schedule(
         >>> [round(float(schedule(torch.tensor(t))), 3) for t in (0, 5, 10, 20, 30)]
         [0.0, 0.5, 1.0, 0.5, 0.0]
     """
-    _check_steps("warmup_cosine_decay_schedule", "warmup_steps", warmup_steps, 0)
-    _check_steps("warmup_cosine_decay_schedule", "decay_steps", decay_steps, warmup_steps + 1)
+    _check_steps("warmup_steps", warmup_steps, 0)
+    _check_steps("decay_steps", decay_steps, warmup_steps + 1)
     _check_values(
-        "warmup_cosine_decay_schedule",
         init_value=init_value,
         peak_value=peak_value,
         end_value=end_value,
@@ -140,6 +144,7 @@ def warmup_cosine_decay_schedule(
     return join_schedules([linear_schedule(init_value, peak_value, warmup_steps), down], [warmup_steps])
 
 
+@speaking("join_schedules")
 def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """One schedule after the other; each counts from its own beginning.
 
@@ -160,11 +165,9 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
         tensor(0.5000, dtype=torch.float64)
     """
     if len(schedules) != len(boundaries) + 1:
-        raise ValueError(
-            f"join_schedules: schedules must be one more than boundaries, got {len(schedules)} and {len(boundaries)}"
-        )
+        raise WrongValue(f"schedules must be one more than boundaries, got {len(schedules)} and {len(boundaries)}")
     if any(a >= b for a, b in pairwise(boundaries)):
-        raise ValueError(f"join_schedules: boundaries must rise, got {list(boundaries)}")
+        raise WrongValue(f"boundaries must rise, got {list(boundaries)}")
 
     def schedule(step: Tensor) -> Tensor:
         value = _as_float(schedules[0](step))
@@ -181,11 +184,11 @@ def _as_float(step: Tensor | float) -> Tensor:
     return torch.tensor(step, dtype=torch.float64, device="cpu")  # whatever the default device
 
 
-def _check_steps(speaker: str, name: str, value: int, at_least: int) -> None:
+def _check_steps(name: str, value: int, at_least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ValueError(f"{speaker}: {name} must be an int of at least {at_least}, got {value!r}")
+        raise WrongValue(f"{name} must be an int of at least {at_least}, got {value!r}")
 
 
-def _check_values(speaker: str, **values: float) -> None:
+def _check_values(**values: float) -> None:
     for name, value in values.items():
-        refuse.hyperparameter(speaker, name, value)
+        refuse.hyperparameter(name, value)

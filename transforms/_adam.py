@@ -7,6 +7,7 @@ from torch import Tensor
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Hyper, NonNegative, Signed
 from functional_lowbit._core.leafwise.leafwise import leafwise
+from functional_lowbit._core.refused import speaking
 from functional_lowbit.formats._exact import sqrt
 from functional_lowbit.transforms._chain import chain
 from functional_lowbit.transforms._decay import add_decayed_weights
@@ -22,6 +23,7 @@ class ScaleByAdamState(NamedTuple):
     nu: NonNegative  # float32, like params, >= 0; running mean of g**2
 
 
+@speaking("scale_by_adam")
 def scale_by_adam(
     b1: Hyper = 0.9, b2: Hyper = 0.999, eps: Hyper = 1e-8, eps_root: Hyper = 0.0, *, nesterov: bool = False
 ) -> GradientTransformation:
@@ -48,7 +50,7 @@ def scale_by_adam(
         tensor([ 1., -1.])
     """
     for name, value, below in (("b1", b1, 1.0), ("b2", b2, 1.0), ("eps", eps, None), ("eps_root", eps_root, None)):
-        refuse.hyperparameter("scale_by_adam", name, value, 0.0, *([below] if below else []))
+        refuse.hyperparameter(name, value, 0.0, *([below] if below else []))
     # Without eps_root, the square root is the one that a square-root format needs too, and is computed once.
     plain = isinstance(eps_root, (int, float)) and eps_root == 0
     return leafwise(

@@ -7,6 +7,7 @@ from typing import Any
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import EmptyState, GradientTransformation, call_update
 from functional_lowbit._core.leafwise.leafwise import leafwise
+from functional_lowbit._core.refused import WrongType, WrongValue, speaking
 from functional_lowbit._core.state.parts import Composite, Rest, init_with
 from functional_lowbit._optree import Tree
 
@@ -23,13 +24,14 @@ class Chain(Composite):
         """A tuple of the parts' states."""
         return tuple(init_with(tx, params, rest) for tx in self.inner)
 
+    @speaking("chain.update")
     def split(self, state: Any) -> Sequence[Any]:
         """The parts' states."""
         if not isinstance(state, tuple) or len(state) != len(self.inner):
             got = f"{type(state).__name__} of {len(state)}" if isinstance(state, tuple) else type(state).__name__
-            raise ValueError(
-                f"chain.update: the state must be a tuple of {len(self.inner)} states, got {got}; it was made for "
-                "another transformation"
+            raise WrongValue(
+                f"the state must be a tuple of {len(self.inner)} states, got {got}; it was made for another "
+                "transformation"
             )
         return state
 
@@ -46,6 +48,7 @@ class Chain(Composite):
         return updates, self.join(state, new)
 
 
+@speaking("chain")
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """Apply transformations one after the other: the updates of each are given to the next.
 
@@ -68,7 +71,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         tensor([-0.2500, -0.5000])
     """
     for i, tx in enumerate(transformations):
-        refuse.transformation("chain", f"argument {i}", tx)
+        refuse.transformation(f"argument {i}", tx)
     return Chain(transformations).transformation()
 
 
@@ -87,13 +90,14 @@ class NamedChain(Chain):
         """The names: a chain made anew with other numbers has the same."""
         return self.names
 
+    @speaking("named_chain.update")
     def split(self, state: Any) -> Sequence[Any]:
         """The parts' states."""
         if not isinstance(state, dict) or state.keys() != set(self.names):
             got = f"one of {', '.join(map(str, state))}" if isinstance(state, dict) else type(state).__name__
-            raise ValueError(
-                f"named_chain.update: the state must be a dict of {', '.join(self.names)}, got {got}; it was made for "
-                "another transformation"
+            raise WrongValue(
+                f"the state must be a dict of {', '.join(self.names)}, got {got}; it was made for another "
+                "transformation"
             )
         return [state[name] for name in self.names]
 
@@ -102,6 +106,7 @@ class NamedChain(Chain):
         return OrderedDict(zip(self.names, states, strict=True))
 
 
+@speaking("named_chain")
 def named_chain(*transformations: tuple[str, GradientTransformation]) -> GradientTransformation:
     """Apply transformations one after the other, and keep their states by name.
 
@@ -128,15 +133,13 @@ def named_chain(*transformations: tuple[str, GradientTransformation]) -> Gradien
     names: list[str] = []
     for i, pair in enumerate(transformations):
         if refuse.is_transformation(pair) or not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(
-                f"named_chain: argument {i} must be a pair (name, transformation), got {type(pair).__name__}"
-            )
+            raise WrongType(f"argument {i} must be a pair (name, transformation), got {type(pair).__name__}")
         name, tx = pair
         if not isinstance(name, str):
-            raise TypeError(f"named_chain: the name of argument {i} must be a string, got {type(name).__name__}")
+            raise WrongType(f"the name of argument {i} must be a string, got {type(name).__name__}")
         if name in names:
-            raise ValueError(f"named_chain: names must differ, got {name!r} twice")
-        refuse.transformation("named_chain", repr(name), tx)
+            raise WrongValue(f"names must differ, got {name!r} twice")
+        refuse.transformation(repr(name), tx)
         names.append(name)
     return NamedChain(names, [tx for _, tx in transformations]).transformation()
 

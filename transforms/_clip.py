@@ -8,8 +8,10 @@ from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Hyper
 from functional_lowbit._core.leafwise.leafwise import leafwise
 from functional_lowbit._core.leafwise.norm import global_norm
+from functional_lowbit._core.refused import speaking
 
 
+@speaking("clip")
 def clip(max_delta: Hyper) -> GradientTransformation:
     """Clip each element to [-max_delta, max_delta].
 
@@ -28,7 +30,7 @@ def clip(max_delta: Hyper) -> GradientTransformation:
         >>> tx.update(torch.tensor([0.5, -3.0]), tx.init(torch.zeros(2)))[0]
         tensor([ 0.5000, -1.0000])
     """
-    refuse.hyperparameter("clip", "max_delta", max_delta, at_least=0.0)
+    refuse.hyperparameter("max_delta", max_delta, at_least=0.0)
     return leafwise(_clip, hyperparams={"max_delta": max_delta}, name="clip")
 
 
@@ -36,6 +38,7 @@ def _clip(g: Any, s: Any, p: Any, c: Any) -> Any:
     return torch.minimum(torch.maximum(g, -c.max_delta), c.max_delta), s
 
 
+@speaking("clip_by_global_norm")
 def clip_by_global_norm(max_norm: Hyper) -> GradientTransformation:
     """Scale all updates down together if their global norm is above a bound.
 
@@ -57,7 +60,7 @@ def clip_by_global_norm(max_norm: Hyper) -> GradientTransformation:
         >>> tx.update(torch.tensor([3.0, 4.0]), tx.init(torch.zeros(2)))[0]
         tensor([0.6000, 0.8000])
     """
-    refuse.hyperparameter("clip_by_global_norm", "max_norm", max_norm, at_least=0.0)
+    refuse.hyperparameter("max_norm", max_norm, at_least=0.0)
     return leafwise(_scale_down, hyperparams={"max_norm": max_norm}, prepare=_shrink_factor, name="clip_by_global_norm")
 
 

@@ -5,9 +5,11 @@ from typing import Any
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Hyper
 from functional_lowbit._core.leafwise.leafwise import leafwise
+from functional_lowbit._core.refused import speaking
 from functional_lowbit.transforms._masked import Mask, masked
 
 
+@speaking("add_decayed_weights")
 def add_decayed_weights(weight_decay: Hyper = 0.0, mask: Mask | None = None) -> GradientTransformation:
     """Add `weight_decay * params` to the updates.
 
@@ -28,7 +30,7 @@ def add_decayed_weights(weight_decay: Hyper = 0.0, mask: Mask | None = None) -> 
         >>> tx.update(torch.zeros(1), tx.init(params), params)[0]
         tensor([0.2000])
     """
-    refuse.hyperparameter("add_decayed_weights", "weight_decay", weight_decay, at_least=0.0)
+    refuse.hyperparameter("weight_decay", weight_decay, at_least=0.0)
     tx = leafwise(_decay, hyperparams={"weight_decay": weight_decay}, needs_params=True, name="add_decayed_weights")
     return tx if mask is None else masked(tx, mask)
 

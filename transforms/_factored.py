@@ -9,6 +9,7 @@ from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Hyper, Statistic
 from functional_lowbit._core.leafwise import reduce
 from functional_lowbit._core.leafwise.leafwise import leafwise
+from functional_lowbit._core.refused import speaking
 from functional_lowbit._optree import Tree
 from functional_lowbit.formats._exact import sqrt
 
@@ -22,6 +23,7 @@ class FactoredState(NamedTuple):
     v: Annotated[Tree, Statistic()]  # float32, >= 0, like params; of leaves that are not factored
 
 
+@speaking("scale_by_factored_rms")
 def scale_by_factored_rms(
     factored: bool = True,
     decay_rate: Hyper = 0.8,
@@ -59,8 +61,8 @@ def scale_by_factored_rms(
         tensor([[1., 1., 1.],
                 [1., 1., 1.]])
     """
-    refuse.hyperparameter("scale_by_factored_rms", "decay_rate", decay_rate, at_least=0.0)
-    refuse.hyperparameter("scale_by_factored_rms", "epsilon", epsilon, at_least=0.0)
+    refuse.hyperparameter("decay_rate", decay_rate, at_least=0.0)
+    refuse.hyperparameter("epsilon", epsilon, at_least=0.0)
     split = partial(_two_largest, factored, min_dim_size_to_factor)
     return leafwise(
         partial(_rescale, split),

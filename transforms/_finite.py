@@ -9,6 +9,7 @@ from torch import Tensor
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, call_update
+from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.state.like_params import like_params
 from functional_lowbit._core.state.parts import Gated, Rest, init_with
 from functional_lowbit._optree import Tree
@@ -41,12 +42,13 @@ class ApplyIfFinite(Gated):
             inner_state=init_with(self.inner[0], params, rest),
         )
 
+    @speaking("apply_if_finite.update")
     def split(self, state: Any) -> Sequence[Any]:
         """The inner state."""
         if not isinstance(state, ApplyIfFiniteState):
-            raise ValueError(
-                f"apply_if_finite.update: the state must be an ApplyIfFiniteState, got {type(state).__name__}; it was "
-                "made for another transformation"
+            raise WrongValue(
+                f"the state must be an ApplyIfFiniteState, got {type(state).__name__}; it was made for another "
+                "transformation"
             )
         return (state.inner_state,)
 
@@ -65,11 +67,12 @@ class ApplyIfFinite(Gated):
             total_notfinite=state.total_notfinite + torch.where(finite, 0, 1),
         )
 
+    @speaking("apply_if_finite.update")
     def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         """The inner update, or zeros and the old inner state."""
         inner_state = self.split(state)[0]
         if params is not None:
-            updates = like_params("apply_if_finite.update", updates, params)
+            updates = like_params(updates, params)
         apply, counted = self.decide(updates, state)
         new_updates, new_inner = call_update(self.inner[0].update, updates, inner_state, params, extra)
         kept = _select(apply, new_updates, _optree.map_leaves(torch.zeros_like, new_updates))
@@ -108,6 +111,7 @@ def _not_finite(tensors: Sequence[Tensor]) -> Tensor:
     return (~torch.stack(finite)).sum()
 
 
+@speaking("apply_if_finite")
 def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int = 5) -> GradientTransformation:
     """Leave a step out if a gradient has a NaN or an Inf: updates are 0, and the inner state stays as it is.
 
@@ -132,9 +136,7 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int =
         >>> updates, state.total_notfinite
         (tensor([0., 0.]), tensor(1))
     """
-    refuse.transformation("apply_if_finite", "inner", inner)
+    refuse.transformation("inner", inner)
     if not isinstance(max_consecutive_errors, int) or max_consecutive_errors < 0:
-        raise ValueError(
-            f"apply_if_finite: max_consecutive_errors must be an int of at least 0, got {max_consecutive_errors!r}"
-        )
+        raise WrongValue(f"max_consecutive_errors must be an int of at least 0, got {max_consecutive_errors!r}")
     return ApplyIfFinite(inner, max_consecutive_errors).transformation()

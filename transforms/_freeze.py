@@ -10,6 +10,7 @@ from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation
 from functional_lowbit._core.contract.per_leaf import PerLeaf
 from functional_lowbit._core.leafwise.leafwise import leafwise
+from functional_lowbit._core.refused import speaking
 from functional_lowbit._optree import Tree
 from functional_lowbit.transforms._masked import Mask, bools, masked
 from functional_lowbit.transforms._partition import partition
@@ -59,6 +60,7 @@ def freeze(mask: Mask) -> GradientTransformation:
     return masked(set_to_zero(), mask)
 
 
+@speaking("selective_transform")
 def selective_transform(optimizer: GradientTransformation, *, freeze_mask: Mask) -> GradientTransformation:
     """Apply an optimizer to the leaves where the mask is False, and freeze the others.
 
@@ -84,7 +86,7 @@ def selective_transform(optimizer: GradientTransformation, *, freeze_mask: Mask)
         >>> state.inner_states["train"].inner_state[0].mu
         {'embed': MaskedNode(), 'head': tensor([0.])}
     """
-    refuse.transformation("selective_transform", "optimizer", optimizer)
+    refuse.transformation("optimizer", optimizer)
     labels = partial(_labels, PerLeaf("selective_transform", "freeze_mask", freeze_mask))
     return partition({"train": optimizer, "freeze": set_to_zero()}, labels)
 

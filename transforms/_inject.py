@@ -12,6 +12,7 @@ from torch import Tensor
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, call_update
 from functional_lowbit._core.leafwise.scalars import at_least_float32
+from functional_lowbit._core.refused import WrongType, WrongValue, speaking
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.parts import Renewing, Rest, init_with
 from functional_lowbit._optree import Tree
@@ -44,16 +45,18 @@ class InjectHyperparams(Renewing):
         self.dtype = dtype
         self.inner = (self.make(self.firsts()),)
 
+    @speaking("inject_hyperparams")
     def firsts(self) -> dict[str, Tensor]:
         """New tensors for the numbers of the first step."""
         step = torch.zeros((), dtype=torch.int64, device="cpu")
         values = self.first | {name: self._scheduled(name, step) for name in self.schedules}
         return {name: self._tensor(name, values[name]).detach().clone() for name in self.names}
 
+    @speaking("inject_hyperparams")
     def make(self, numbers: dict[str, Tensor]) -> GradientTransformation:
         """The inner transformation with these numbers."""
         tx = self.factory(**self.fixed, **numbers)
-        refuse.transformation("inject_hyperparams", "inner_factory(...)", tx)
+        refuse.transformation("inner_factory(...)", tx)
         return tx
 
     def structure(self) -> Any:
@@ -68,15 +71,17 @@ class InjectHyperparams(Renewing):
             inner_state=init_with(self.inner[0], params, rest),
         )
 
+    @speaking("inject_hyperparams.update")
     def split(self, state: Any) -> Sequence[Any]:
         """The inner state."""
-        fits.state_class("inject_hyperparams.update", state, InjectHyperparamsState)
+        fits.state_class(state, InjectHyperparamsState)
         return (state.inner_state,)
 
     def join(self, state: Any, states: Sequence[Any]) -> InjectHyperparamsState:
         """The same numbers around a new inner state."""
         return state._replace(inner_state=states[0])
 
+    @speaking("inject_hyperparams")
     def advance(self, state: Any) -> tuple[dict[str, Tensor], Any]:
         """This step's numbers by name, and the state with them and with the next step's count."""
         self.split(state)
@@ -84,13 +89,11 @@ class InjectHyperparams(Renewing):
         for name in given if isinstance(given, dict) else ():
             if name not in self.names:
                 why = "; it was given as one that stays as it is" if name in self.fixed else ""
-                raise ValueError(
-                    f"inject_hyperparams: state.hyperparams has {name!r}, but the numbers are {_list(self.names)}{why}"
-                )
+                raise WrongValue(f"state.hyperparams has {name!r}, but the numbers are {_list(self.names)}{why}")
         numbers = {}
         for name in self.names:
             if not isinstance(given, dict) or name not in given:
-                raise ValueError(f"inject_hyperparams: state.hyperparams has no {name!r}; set a number again")
+                raise WrongValue(f"state.hyperparams has no {name!r}; set a number again")
             value = self._scheduled(name, state.step) if name in self.schedules else given[name]
             numbers[name] = self._tensor(f"state.hyperparams[{name!r}]", value)
         return numbers, state._replace(step=state.step + 1, hyperparams=numbers)
@@ -99,13 +102,13 @@ class InjectHyperparams(Renewing):
         """A number as it stands in the state."""
         if isinstance(value, Tensor):
             if not value.is_floating_point():
-                raise TypeError(f"inject_hyperparams: {what} must be a float or a float tensor, got {value.dtype}")
+                raise WrongType(f"{what} must be a float or a float tensor, got {value.dtype}")
             value = value.detach() if isinstance(value, torch.nn.Parameter) else value
         elif isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"inject_hyperparams: {what} must be a number or a 0-d tensor, got {type(value).__name__}")
+            raise WrongType(f"{what} must be a number or a 0-d tensor, got {type(value).__name__}")
         else:
             value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
-        return refuse.finite("inject_hyperparams", what, value).to(self.dtype)
+        return refuse.finite(what, value).to(self.dtype)
 
     def _scheduled(self, name: str, step: Tensor) -> Any:
         """What a schedule says."""
@@ -113,9 +116,9 @@ class InjectHyperparams(Renewing):
             value = self.schedules[name](step)
         if isinstance(value, (Real, Tensor)) and not isinstance(value, bool):
             return value.double() if isinstance(value, Tensor) else value  # a whole number is one too
-        raise TypeError(
-            f"inject_hyperparams: {name} is a function, and taken for a schedule of numbers, but returned "
-            f"{type(value).__name__}; if it is none, name it in static_args"
+        raise WrongType(
+            f"{name} is a function, and taken for a schedule of numbers, but returned {type(value).__name__}; if it is "
+            "none, name it in static_args"
         )
 
     def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
@@ -154,6 +157,7 @@ def _list(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
+@speaking("inject_hyperparams")
 def inject_hyperparams(
     inner_factory: Callable[..., GradientTransformation],
     static_args: str | Iterable[str] = (),
@@ -199,27 +203,23 @@ def inject_hyperparams(
         {'w': tensor([0.4999, 0.4999])}
     """
     if not callable(inner_factory) or refuse.is_transformation(inner_factory):
-        raise TypeError(
-            "inject_hyperparams: inner_factory must be a function that makes a transformation, got "
-            f"{type(inner_factory).__name__}"
+        raise WrongType(
+            f"inner_factory must be a function that makes a transformation, got {type(inner_factory).__name__}"
         )
     signature = inspect.signature(inner_factory)
     static = {static_args} if isinstance(static_args, str) else set(static_args)
     parameters = signature.parameters
     for parameter in parameters.values():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
-            raise TypeError(
-                f"inject_hyperparams: inner_factory must take its arguments by name, but has {parameter}; wrap it in a "
-                "function that does"
+            raise WrongType(
+                f"inner_factory must take its arguments by name, but has {parameter}; wrap it in a function that does"
             )
     has_rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     unknown = [] if has_rest else sorted(static.difference(parameters))
     if unknown:
-        raise ValueError(
-            f"inject_hyperparams: static_args has {unknown[0]!r}, but the arguments of inner_factory are "
-            f"{_list(parameters)}"
-        )
+        raise WrongValue(f"static_args has {unknown[0]!r}, but the arguments of inner_factory are {_list(parameters)}")
 
+    @speaking("inject_hyperparams")
     @functools.wraps(inner_factory)
     def make(*args: Any, **kwargs: Any) -> GradientTransformation:
         bound = signature.bind(*args, **kwargs)
@@ -231,9 +231,9 @@ def inject_hyperparams(
         for name, value in given.items():
             default = parameters[name].default if name in parameters else None
             if name not in static and _is_schedule(value) and not _takes_a_step(value):
-                raise TypeError(
-                    f"inject_hyperparams: {name} is a function, and taken for a schedule of numbers, but is not one of "
-                    "the step alone; if it is none, name it in static_args"
+                raise WrongType(
+                    f"{name} is a function, and taken for a schedule of numbers, but is not one of the step alone; if "
+                    "it is none, name it in static_args"
                 )
             is_number = name not in static and (_is_schedule(value) or _is_number(value, default))
             (numbers if is_number else fixed)[name] = value

@@ -8,6 +8,7 @@ from torch import Tensor
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Hyper, Signed
 from functional_lowbit._core.leafwise.leafwise import leafwise
+from functional_lowbit._core.refused import speaking
 from functional_lowbit.transforms._chain import chain
 from functional_lowbit.transforms._decay import add_decayed_weights
 from functional_lowbit.transforms._masked import Mask
@@ -21,6 +22,7 @@ class ScaleByLionState(NamedTuple):
     mu: Signed  # float32, like params; running mean of g
 
 
+@speaking("scale_by_lion")
 def scale_by_lion(b1: Hyper = 0.9, b2: Hyper = 0.99) -> GradientTransformation:
     """Replace updates by the sign of a mean of momentum and gradient.
 
@@ -41,7 +43,7 @@ def scale_by_lion(b1: Hyper = 0.9, b2: Hyper = 0.99) -> GradientTransformation:
         tensor([ 1., -1.])
     """
     for name, value in (("b1", b1), ("b2", b2)):
-        refuse.hyperparameter("scale_by_lion", name, value, at_least=0.0, below=1.0)
+        refuse.hyperparameter(name, value, at_least=0.0, below=1.0)
     return leafwise(
         _lion,
         state=ScaleByLionState,

@@ -8,6 +8,7 @@ from torch import Tensor
 from functional_lowbit import _optree, formats
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Moment, call_update
+from functional_lowbit._core.refused import WrongType, WrongValue, speaking
 from functional_lowbit._core.state.moments import read_moments, store_again
 from functional_lowbit._core.state.parts import Composite, Rest, init_with, map_moments
 from functional_lowbit._core.state.quantized import Layout, QuantizedTensor, check_block_size, encode, zeros
@@ -43,11 +44,13 @@ class LowBit(Composite):
         self.min_size = min_size
         self.where = where
 
+    @speaking("low_bit")
     def init_state(self, params: Tree, rest: Rest) -> Any:
         """The inner state with stored moments. An outer `low_bit` decides on fields that this one does not name."""
         seen: set[str] = set()
         stored = 0
 
+        @speaking("low_bit")
         def keep(
             field: str, moment: Moment, path: str, param: Tensor, value: Callable[[], Tensor] | None
         ) -> Tensor | QuantizedTensor:
@@ -63,25 +66,21 @@ class LowBit(Composite):
                 return placed(zeros(layout, local_of(param).device))
             first = local_of(value())
             if tuple(first.shape) != layout.local_shape():
-                raise ValueError(
-                    f"low_bit: state.{field}[{path!r}] has shape {tuple(first.shape)}, but a moment must have its "
-                    f"parameter's, {layout.local_shape()}; do not declare it Signed or NonNegative"
-                )
+                rule = f"has shape {tuple(first.shape)}, but a moment must have its parameter's, {layout.local_shape()}"
+                raise WrongValue.at(f"state.{field}", path, f"{rule}; do not declare it Signed or NonNegative")
             return placed(encode(first, layout))
 
         state = init_with(self.inner[0], params, keep)
         unknown = set(self.by_field or ()) - seen
         if unknown and seen:
-            raise ValueError(
-                f"low_bit: format names the field {sorted(unknown)[0]!r}, but the state's moments are "
-                f"{', '.join(sorted(seen))}"
+            raise WrongValue(
+                f"format names the field {sorted(unknown)[0]!r}, but the state's moments are {', '.join(sorted(seen))}"
             )
         if self.where is not None and seen and not stored:
-            raise ValueError(
-                "low_bit: where matched no leaf; it is called as where(path, leaf), path like 'a.0.weight'"
-            )
+            raise WrongValue("where matched no leaf; it is called as where(path, leaf), path like 'a.0.weight'")
         return state
 
+    @speaking("low_bit")
     def layout(self, field: str, moment: Moment, path: str, param: Tensor) -> Layout | None:
         """How a moment is stored, or None for float32. A function of the path and the global shape."""
         default = self.format if self.by_field is None else self.by_field.get(field)
@@ -90,9 +89,8 @@ class LowBit(Composite):
         else:
             chosen = self.where(path, param)
             if not isinstance(chosen, (bool, str, Format)):
-                raise TypeError(
-                    f"low_bit: where({path!r}, leaf) must return a bool or a format, got {type(chosen).__name__}"
-                )
+                rule = f"where({path!r}, leaf) must return a bool or a format, got {type(chosen).__name__}"
+                raise WrongType(rule, path)
             format = (default if chosen else None) if isinstance(chosen, bool) else formats.get(chosen)
         if format is None or format is formats.float32:
             return None
@@ -141,6 +139,7 @@ def _saves(format: Format, shape: tuple[int, ...], block_size: int) -> bool:
     return grid.n_blocks > 0 and code_bytes + 4 < 4 * grid.block
 
 
+@speaking("low_bit")
 def low_bit(
     tx: GradientTransformation,
     format: FormatChoice = "companded8",
@@ -178,9 +177,9 @@ def low_bit(
         >>> state[0].nu["w"].codes.dtype, state[0].nu["b"].dtype
         (torch.bfloat16, torch.float32)
     """
-    refuse.transformation("low_bit", "tx", tx)
+    refuse.transformation("tx", tx)
     if block_size is not None:
-        check_block_size("low_bit", block_size)
+        check_block_size(block_size)
     if not isinstance(min_size, int) or min_size < 0:
-        raise ValueError(f"low_bit: min_size must be an int of at least 0, got {min_size!r}")
+        raise WrongValue(f"min_size must be an int of at least 0, got {min_size!r}")
     return LowBit(tx, format, block_size, min_size, where).transformation()

@@ -11,6 +11,7 @@ from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, call_update
 from functional_lowbit._core.contract.masked_node import MaskedNode
 from functional_lowbit._core.contract.per_leaf import PerLeaf
+from functional_lowbit._core.refused import WrongType, WrongValue, speaking
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.parts import Composite, Rest, init_with
 from functional_lowbit._optree import Tree
@@ -38,12 +39,12 @@ class Masked(Composite):
         """The inner state for the leaves that are kept."""
         return MaskedState(init_with(self.inner[0], self.narrow(params), rest))
 
+    @speaking("masked.update")
     def split(self, state: Any) -> Sequence[Any]:
         """The inner state."""
         if not isinstance(state, MaskedState):
-            raise ValueError(
-                f"masked.update: the state must be a MaskedState, got {type(state).__name__}; it was made for another "
-                "transformation"
+            raise WrongValue(
+                f"the state must be a MaskedState, got {type(state).__name__}; it was made for another transformation"
             )
         return (state.inner_state,)
 
@@ -56,12 +57,13 @@ class Masked(Composite):
         leaves, treedef = _optree.flatten(params)
         return _hide(treedef, leaves, self.mask(params))
 
+    @speaking("masked.update")
     def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         """The inner update of the leaves that are kept; the others as they came."""
         reference = updates if params is None else params
         leaves, treedef = _optree.flatten(reference)
         keeps = self.mask(reference)
-        old = fits.same_structure("masked.update", "updates", treedef, updates)
+        old = fits.same_structure("updates", treedef, updates)
         if self.masks_extra_args:
             extra = {name: _hide_like(treedef, value, keeps) for name, value in extra.items()}
         inner_updates, inner_state = call_update(
@@ -92,10 +94,11 @@ def bools(per_leaf: PerLeaf, params: Tree) -> list[bool]:
     for i, value in enumerate(values):
         if not isinstance(value, bool):
             what = per_leaf.where(_optree.flatten(params)[1], i)
-            raise TypeError(f"{per_leaf.speaker}: {what} must be a bool, got {type(value).__name__}")
+            raise WrongType(f"{what} must be a bool, got {type(value).__name__}", speaker=per_leaf.speaker)
     return values
 
 
+@speaking("masked")
 def masked(
     inner: GradientTransformation, mask: Mask, *, mask_compatible_extra_args: bool = False
 ) -> GradientTransformation:
@@ -129,5 +132,5 @@ def masked(
         >>> tx.update(params, tx.init(params))[0]
         {'w': tensor([1.]), 'b': tensor([2.])}
     """
-    refuse.transformation("masked", "inner", inner)
+    refuse.transformation("inner", inner)
     return Masked(inner, partial(bools, PerLeaf("masked", "mask", mask)), mask_compatible_extra_args).transformation()

@@ -7,12 +7,14 @@ from torch import Tensor
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation
+from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.masters import MasterWeights, MasterWeightsState, master_of
 from functional_lowbit._optree import Tree
 from functional_lowbit.formats._halves import CODE_DTYPES
 
 
+@speaking("master_params")
 def master_params(params: Tree, state: Any) -> Tree:
     """The float32 master weights of parameters that are trained with `master_weights`.
 
@@ -37,15 +39,16 @@ def master_params(params: Tree, state: Any) -> Tree:
     """
     found = [at.node for at in _optree.nodes(state) if isinstance(at.node, MasterWeightsState)]
     if not found:
-        raise ValueError("master_params: the state has no MasterWeightsState inside; use fl.master_weights")
+        raise WrongValue("the state has no MasterWeightsState inside; use fl.master_weights")
     leaves, treedef = _optree.flatten(params)
-    trees = [fits.same_structure("master_params", "state.error", treedef, s.error) for s in found]
+    trees = [fits.same_structure("state.error", treedef, s.error) for s in found]
     masters = []
     for p, *codes in zip(leaves, *trees, strict=True):
         masters.append(master_of(p, next((c for c in codes if isinstance(c, Tensor)), None)))
     return _optree.unflatten(treedef, masters)
 
 
+@speaking("master_weights")
 def master_weights(tx: GradientTransformation, bits: int = 16) -> GradientTransformation:
     """Keep float32 master weights of bfloat16 and float16 parameters, as the bits that the parameters lack.
 
@@ -81,7 +84,7 @@ def master_weights(tx: GradientTransformation, bits: int = 16) -> GradientTransf
         >>> tx.update({"w": torch.full((1,), 0.01)}, tx.init(params), params)
         ({'w': tensor([-0.0039])}, MasterWeightsState(error={'w': tensor([92], dtype=torch.int8)}, ...
     """
-    refuse.transformation("master_weights", "tx", tx)
+    refuse.transformation("tx", tx)
     if bits not in CODE_DTYPES:
-        raise ValueError(f"master_weights: bits must be 8 or 16, got {bits!r}")
+        raise WrongValue(f"bits must be 8 or 16, got {bits!r}")
     return MasterWeights(tx, bits).transformation()

@@ -10,6 +10,7 @@ from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Moment, Signed, call_update
 from functional_lowbit._core.leafwise.update import Leafwise
+from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.parts import HostGated, Rest, init_with
 from functional_lowbit._optree import Tree
@@ -57,11 +58,12 @@ class MultiSteps(HostGated):
         """Whether there is an accumulator."""
         return self.accumulates
 
+    @speaking("multi_steps.init")
     def init_state(self, params: Tree, rest: Rest) -> MultiStepsState:
         """Counters at 0, an accumulator of zeros, and the inner state."""
         leaves, treedef = _optree.flatten(params)
         paths = _optree.names(treedef)
-        fits.params("multi_steps.init", paths, leaves)
+        fits.params(paths, leaves)
         acc_grads = None
         if self.accumulates:
             moment = self.rule.moments["acc_grads"]
@@ -74,9 +76,10 @@ class MultiSteps(HostGated):
             acc_grads=acc_grads,
         )
 
+    @speaking("multi_steps.update")
     def split(self, state: Any) -> Sequence[Any]:
         """The inner state."""
-        fits.state_class("multi_steps.update", state, MultiStepsState)
+        fits.state_class(state, MultiStepsState)
         return (state.inner_opt_state,)
 
     def join(self, state: Any, states: Sequence[Any]) -> MultiStepsState:
@@ -95,6 +98,7 @@ class MultiSteps(HostGated):
             return torch.zeros_like(moment)
         return moment - moment / (int(state.mini_step) + 1) if self.use_grad_mean else moment
 
+    @speaking("multi_steps")
     def _k(self, gradient_step: Tensor) -> int:
         """Mini-steps of the step that is being made."""
         k = self.every_k(gradient_step) if callable(self.every_k) else self.every_k
@@ -102,9 +106,8 @@ class MultiSteps(HostGated):
             k = int(k)
         if isinstance(k, int) and _is_count(k):
             return k
-        raise ValueError(
-            f"multi_steps: every_k_schedule must return an int of at least 1, got {k!r} at gradient_step "
-            f"{int(gradient_step)}"
+        raise WrongValue(
+            f"every_k_schedule must return an int of at least 1, got {k!r} at gradient_step {int(gradient_step)}"
         )
 
     def _count(self, s: Any, h: Any) -> dict[str, Tensor]:
@@ -166,6 +169,7 @@ def _is_count(k: Any) -> bool:
     return isinstance(k, int) and not isinstance(k, bool) and k >= 1
 
 
+@speaking("multi_steps")
 def multi_steps(
     tx: GradientTransformation, every_k_schedule: EveryK, use_grad_mean: bool = True
 ) -> GradientTransformation:
@@ -201,10 +205,10 @@ def multi_steps(
         >>> first, second, state.gradient_step
         (tensor([0.]), tensor([-2.]), tensor(1))
     """
-    refuse.transformation("multi_steps", "tx", tx)
+    refuse.transformation("tx", tx)
     if not callable(every_k_schedule) and not _is_count(every_k_schedule):
-        raise ValueError(
-            "multi_steps: every_k_schedule must be an int of at least 1, or a function of gradient_step to one, got "
+        raise WrongValue(
+            "every_k_schedule must be an int of at least 1, or a function of gradient_step to one, got "
             f"{every_k_schedule!r}"
         )
     return MultiSteps(tx, every_k_schedule, use_grad_mean).transformation()

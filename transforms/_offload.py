@@ -10,6 +10,7 @@ from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, call_update
 from functional_lowbit._core.leafwise.update import Leafwise
+from functional_lowbit._core.refused import WrongType, WrongValue, speaking
 from functional_lowbit._core.state import fits, lanes as lanes_
 from functional_lowbit._core.state.masters import MasterWeights
 from functional_lowbit._core.state.parts import Composite, Rest, init_with, map_moments
@@ -65,22 +66,20 @@ class Offload(Composite):
         devices = {path: x.device for path, x in _leaves(updates if params is None else params)}
         some = next(iter(devices.values()), torch.device("cpu"))
 
+        @speaking("offload.update")
         def there(field: str, moment: Any, tree: Tree) -> Tree:
-            return _optree.map_stored(
-                lambda at: _moved("offload.update", field, at.path, at.node, devices.get(at.path, some)), tree
-            )
+            return _optree.map_stored(lambda at: _moved(field, at.path, at.node, devices.get(at.path, some)), tree)
 
         updates, new = call_update(self.inner[0].update, updates, map_moments(there, state), params, extra)
         return updates, map_moments(lambda field, moment, tree: to_cpu(tree), new)
 
+    @speaking("offload.update")
     def _each(self, rule: Leafwise, updates: Tree, state: Any, params: Tree, extra: dict[str, Any]) -> tuple[Tree, Any]:
         """As `_all`, with one leaf on the device at a time: each makes a tree of its own, under its path."""
-        speaker = "offload.update"
         leaves, treedef = _optree.flatten(params)
-        us = fits.same_structure(speaker, "updates", treedef, updates)
+        us = fits.same_structure("updates", treedef, updates)
         kept = {
-            name: list(fits.same_structure(speaker, f"state.{name}", treedef, getattr(state, name)))
-            for name in rule.leaf_fields
+            name: list(fits.same_structure(f"state.{name}", treedef, getattr(state, name))) for name in rule.leaf_fields
         }
         if all(u is None for u in us):
             return self._all(updates, state, params, extra)
@@ -90,7 +89,7 @@ class Offload(Composite):
                 continue
             fields = {name: values[i] for name, values in kept.items()}
             for name in rule.moments:
-                fields[name] = _moved(speaker, name, path, fields[name], p.device)
+                fields[name] = _moved(name, path, fields[name], p.device)
             own = state._replace(**{name: {path: x} for name, x in fields.items()})
             new_u, shared = call_update(self.inner[0].update, {path: u}, own, {path: p}, extra)
             us[i] = new_u[path]
@@ -121,7 +120,7 @@ def _to_cpu(x: Tensor) -> Tensor:
     return pinned(x) if lanes_.has_streams(local.device) else wrap(local.to("cpu"), ShardSpec.of(x))
 
 
-def _moved(speaker: str, field: str, path: str, moment: Any, device: torch.device) -> Any:
+def _moved(field: str, path: str, moment: Any, device: torch.device) -> Any:
     """A moment, a tensor or a `QuantizedTensor`, from the CPU to a device."""
 
     def move(x: Any) -> Any:
@@ -129,7 +128,7 @@ def _moved(speaker: str, field: str, path: str, moment: Any, device: torch.devic
             return x
         local = local_of(x)
         if local.device.type != "cpu":
-            raise fits.not_on_cpu(speaker, field, path, local.device)
+            raise fits.not_on_cpu(f"state.{field}", path, local.device)
         return x if device.type == "cpu" else wrap(local.to(device), ShardSpec.of(x))
 
     return _optree.map_leaves(move, moment)
@@ -140,6 +139,7 @@ def _leaves(tree: Tree) -> Iterator[tuple[str, Tensor]]:
     return ((path, x) for path, x in zip(_optree.names(treedef), leaves, strict=True) if isinstance(x, Tensor))
 
 
+@speaking("offload")
 def offload(
     tx: GradientTransformation, device: str | torch.device = "cpu", *, buffer_size: int = BUFFER_SIZE
 ) -> GradientTransformation:
@@ -179,13 +179,13 @@ def offload(
         >>> state[1][0].mu["w"].codes.device
         device(type='cpu')
     """
-    refuse.transformation("offload", "tx", tx)
+    refuse.transformation("tx", tx)
     if str(device) != "cpu":
-        raise ValueError(f"offload: device must be 'cpu', where the state is to rest, got {str(device)!r}")
+        raise WrongValue(f"device must be 'cpu', where the state is to rest, got {str(device)!r}")
     if isinstance(buffer_size, bool) or not isinstance(buffer_size, int):
-        raise TypeError(f"offload: buffer_size must be an int, in bytes, got {type(buffer_size).__name__}")
+        raise WrongType(f"buffer_size must be an int, in bytes, got {type(buffer_size).__name__}")
     if buffer_size < 1:
-        raise ValueError(f"offload: buffer_size must be at least 1 byte, got {buffer_size}")
+        raise WrongValue(f"buffer_size must be at least 1 byte, got {buffer_size}")
     return offloaded(tx, buffer_size)
 
 

@@ -9,6 +9,7 @@ from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Hyper, Signed
 from functional_lowbit._core.leafwise.leafwise import leafwise
+from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._optree import Tree
 from functional_lowbit.transforms._chain import chain
 from functional_lowbit.transforms._masked import masked
@@ -25,6 +26,7 @@ class ScaleByMuonState(NamedTuple):
     mu: Signed  # float32, like params; running mean of g
 
 
+@speaking("orthogonalize")
 def orthogonalize(
     ns_coeffs: tuple[float, float, float] = QUINTIC, ns_steps: int = 5, eps: float = 1e-8
 ) -> GradientTransformation:
@@ -55,10 +57,10 @@ def orthogonalize(
         tensor([1.1171, 0.6821])
     """
     if len(ns_coeffs) != 3:
-        raise ValueError(f"orthogonalize: ns_coeffs must be three numbers, got {ns_coeffs!r}")
+        raise WrongValue(f"ns_coeffs must be three numbers, got {ns_coeffs!r}")
     if not isinstance(ns_steps, int) or ns_steps < 1:
-        raise ValueError(f"orthogonalize: ns_steps must be an int of at least 1, got {ns_steps!r}")
-    refuse.hyperparameter("orthogonalize", "eps", eps, at_least=0.0)
+        raise WrongValue(f"ns_steps must be an int of at least 1, got {ns_steps!r}")
+    refuse.hyperparameter("eps", eps, at_least=0.0)
     rule = leafwise(
         partial(_newton_schulz, tuple(map(float, ns_coeffs)), ns_steps, float(eps)),
         elementwise=False,
@@ -83,6 +85,7 @@ def _newton_schulz(
     return (x.T if g.shape[0] > g.shape[1] else x), s
 
 
+@speaking("scale_by_muon")
 def scale_by_muon(
     ns_coeffs: tuple[float, float, float] = QUINTIC,
     ns_steps: int = 5,
@@ -119,7 +122,7 @@ def scale_by_muon(
         >>> tx.init({"w": torch.zeros(2, 3)})[0][0].mu["w"].shape
         torch.Size([2, 3])
     """
-    refuse.hyperparameter("scale_by_muon", "beta", beta, at_least=0.0, below=1.0)
+    refuse.hyperparameter("beta", beta, at_least=0.0, below=1.0)
     mean = leafwise(
         _ahead if nesterov else _mean,
         state=ScaleByMuonState,

@@ -10,6 +10,7 @@ from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation
 from functional_lowbit._core.contract.per_leaf import PerLeaf
+from functional_lowbit._core.refused import WrongType, WrongValue, speaking
 from functional_lowbit._core.state.parts import Composite, Rest, init_with
 from functional_lowbit._optree import Tree
 from functional_lowbit.transforms._masked import Masked
@@ -46,18 +47,19 @@ class Partition(Composite):
         """The labels: a partition made anew with other numbers has the same."""
         return self.labels
 
+    @speaking("partition.update")
     def split(self, state: Any) -> Sequence[Any]:
         """The groups' states."""
         if not isinstance(state, PartitionState):
-            raise ValueError(
-                f"partition.update: the state must be a PartitionState, got {type(state).__name__}; it was made for "
-                "another transformation"
+            raise WrongValue(
+                f"the state must be a PartitionState, got {type(state).__name__}; it was made for another "
+                "transformation"
             )
         if state.inner_states.keys() != set(self.labels):
             labels, got = (", ".join(map(repr, x)) for x in (self.labels, state.inner_states))
-            raise ValueError(
-                f"partition.update: the state must have the labels of transforms ({labels}), got {got}; it was made "
-                "for another transformation"
+            raise WrongValue(
+                f"the state must have the labels of transforms ({labels}), got {got}; it was made for another "
+                "transformation"
             )
         return [state.inner_states[label] for label in self.labels]
 
@@ -81,6 +83,7 @@ class _LabelsOfLeaves:
         self.per_leaf = per_leaf
         self.known = dict.fromkeys(known)
 
+    @speaking("partition")
     def __call__(self, params: Tree) -> list[Hashable]:
         labels = self.per_leaf(params)
         for i, label in enumerate(labels):
@@ -88,10 +91,10 @@ class _LabelsOfLeaves:
                 if label in self.known:
                     continue
             except TypeError as error:
-                raise TypeError(f"partition: {self._at(params, i)} must be hashable, got {label!r}") from error
-            raise ValueError(
-                f"partition: {self._at(params, i)} must be a label of transforms "
-                f"({', '.join(map(repr, self.known))}), got {label!r}"
+                raise WrongType(f"{self._at(params, i)} must be hashable, got {label!r}") from error
+            raise WrongValue(
+                f"{self._at(params, i)} must be a label of transforms ({', '.join(map(repr, self.known))}), got "
+                f"{label!r}"
             )
         return labels
 
@@ -110,6 +113,7 @@ class _Group:
         return [label == self.label for label in self.labels(params)]
 
 
+@speaking("partition")
 def partition(
     transforms: Mapping[Hashable, GradientTransformation],
     param_labels: Labels,
@@ -154,11 +158,9 @@ def partition(
         (tensor([-0.5000]), {'w': QuantizedTensor(root4, shape=(64, 64), block_size=128), 'b': MaskedNode()})
     """
     if not isinstance(transforms, Mapping):
-        raise TypeError(
-            f"partition: transforms must be a dict from label to transformation, got {type(transforms).__name__}"
-        )
+        raise WrongType(f"transforms must be a dict from label to transformation, got {type(transforms).__name__}")
     for label, tx in transforms.items():
-        refuse.transformation("partition", f"transforms[{label!r}]", tx)
+        refuse.transformation(f"transforms[{label!r}]", tx)
     labels = PerLeaf("partition", "param_labels", param_labels)
     return Partition(transforms, labels, mask_compatible_extra_args).transformation()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation
+from functional_lowbit._core.refused import WrongType, WrongValue, speaking
 from functional_lowbit._core.report.error_table import ErrorReport
 from functional_lowbit._core.report.errors import UPDATE, by_path, errors_of, leaves_stand_alone, moment_trees
 from functional_lowbit._core.report.recorded import Numbers, QuantizationErrorState, rows
@@ -29,12 +30,13 @@ class RecordQuantizationError(Observing):
         self.every = every
         self._alone: bool | None = None
 
+    @speaking("record_quantization_error")
     def init_state(self, params: Tree, rest: Rest) -> QuantizationErrorState:
         """The inner state, and nothing seen yet."""
         if rest is not rest_in_float32:
-            raise ValueError(
-                "record_quantization_error: low_bit must be inside, since what is outside stores what this one cannot "
-                "see; write record_quantization_error(low_bit(tx))"
+            raise WrongValue(
+                "low_bit must be inside, since what is outside stores what this one cannot see; write "
+                "record_quantization_error(low_bit(tx))"
             )
         inner_state = init_with(self.inner[0], params, rest)
         trees = moment_trees(inner_state)
@@ -53,9 +55,10 @@ class RecordQuantizationError(Observing):
             inner_state=inner_state,
         )
 
+    @speaking("record_quantization_error.update")
     def split(self, state: Any) -> Sequence[Any]:
         """The inner state."""
-        fits.state_class("record_quantization_error.update", state, QuantizationErrorState)
+        fits.state_class(state, QuantizationErrorState)
         return (state.inner_state,)
 
     def join(self, state: Any, states: Sequence[Any]) -> QuantizationErrorState:
@@ -100,6 +103,7 @@ class RecordQuantizationError(Observing):
         )
 
 
+@speaking("record_quantization_error")
 def record_quantization_error(tx: GradientTransformation, every: int = 100) -> GradientTransformation:
     """Record, while training, how far the moments of each leaf and its update are moved when moments are rounded.
 
@@ -138,14 +142,15 @@ def record_quantization_error(tx: GradientTransformation, every: int = 100) -> G
         w     nu      companded8  0.231 %  0.231 %  0.231 %
         w     update  companded8  0.234 %  0.234 %  0.234 %
     """
-    refuse.transformation("record_quantization_error", "tx", tx)
+    refuse.transformation("tx", tx)
     if not isinstance(every, int) or isinstance(every, bool):
-        raise TypeError(f"record_quantization_error: every must be an int, got {type(every).__name__}")
+        raise WrongType(f"every must be an int, got {type(every).__name__}")
     if every < 1:
-        raise ValueError(f"record_quantization_error: every must be at least 1, got {every}")
+        raise WrongValue(f"every must be at least 1, got {every}")
     return RecordQuantizationError(tx, every).transformation()
 
 
+@speaking("quantization_error")
 def quantization_error(
     tx: GradientTransformation, grads: Tree, state: Any, params: Tree = None, **extra: Any
 ) -> ErrorReport:
@@ -173,9 +178,9 @@ def quantization_error(
         >>> [(row.what, round(row.error, 4)) for row in report.rows]
         [('trace', 0.0045), ('update', 0.0021)]
     """
-    refuse.transformation("quantization_error", "tx", tx)
+    refuse.transformation("tx", tx)
     if params is not None:
-        grads = like_params("quantization_error", grads, params)
+        grads = like_params(grads, params)
     errors = errors_of(tx.update, grads, state, params, extra, leaves_stand_alone(tx.update))
     found: dict[str, dict[str, Numbers]] = {
         name: {path: (float(e), float(e), float(e)) for path, e in of.items()} for name, of in errors.items()

@@ -4,6 +4,7 @@ from typing import Any
 
 from functional_lowbit._core.contract.base import GradientTransformation, Hyper, Schedule
 from functional_lowbit._core.leafwise.leafwise import leafwise
+from functional_lowbit._core.refused import WrongType, speaking
 
 
 def scale(step_size: Hyper) -> GradientTransformation:
@@ -27,6 +28,7 @@ def scale(step_size: Hyper) -> GradientTransformation:
     return leafwise(_scale, hyperparams={"step_size": step_size}, name="scale")
 
 
+@speaking("scale_by_schedule")
 def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
     """Multiply the updates by a function of the step.
 
@@ -48,9 +50,7 @@ def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
         tensor([0.5000])
     """
     if not callable(step_size_fn):
-        raise TypeError(
-            f"scale_by_schedule: step_size_fn must be a function of the step, got {type(step_size_fn).__name__}"
-        )
+        raise WrongType(f"step_size_fn must be a function of the step, got {type(step_size_fn).__name__}")
     return leafwise(_scale, hyperparams={"step_size": step_size_fn}, name="scale_by_schedule")
 
 

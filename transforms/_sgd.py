@@ -7,6 +7,7 @@ from torch import Tensor
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Hyper, Signed
 from functional_lowbit._core.leafwise.leafwise import leafwise
+from functional_lowbit._core.refused import speaking
 from functional_lowbit.transforms._chain import chain, identity
 from functional_lowbit.transforms._scale import scale_by_learning_rate
 
@@ -18,6 +19,7 @@ class TraceState(NamedTuple):
     trace: Signed  # float32, like params; decaying sum of g
 
 
+@speaking("trace")
 def trace(decay: Hyper, nesterov: bool = False) -> GradientTransformation:
     """Replace updates by their decaying sum (heavy-ball momentum).
 
@@ -38,7 +40,7 @@ def trace(decay: Hyper, nesterov: bool = False) -> GradientTransformation:
         >>> tx.update(torch.ones(1), state)[0]
         tensor([1.5000])
     """
-    refuse.hyperparameter("trace", "decay", decay, at_least=0.0)
+    refuse.hyperparameter("decay", decay, at_least=0.0)
     return leafwise(
         _nesterov if nesterov else _heavy_ball, state=TraceState, hyperparams={"decay": decay}, name="trace"
     )

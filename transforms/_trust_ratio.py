@@ -9,8 +9,10 @@ from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Hyper
 from functional_lowbit._core.leafwise import reduce
 from functional_lowbit._core.leafwise.leafwise import leafwise
+from functional_lowbit._core.refused import speaking
 
 
+@speaking("scale_by_trust_ratio")
 def scale_by_trust_ratio(
     min_norm: Hyper = 0.0, trust_coefficient: Hyper = 1.0, eps: Hyper = 0.0
 ) -> GradientTransformation:
@@ -36,9 +38,9 @@ def scale_by_trust_ratio(
         >>> tx.update(torch.tensor([0.0, 2.0]), tx.init(params), params)[0]
         tensor([ 0., 10.])
     """
-    refuse.hyperparameter("scale_by_trust_ratio", "min_norm", min_norm, at_least=0.0)
-    refuse.hyperparameter("scale_by_trust_ratio", "trust_coefficient", trust_coefficient)
-    refuse.hyperparameter("scale_by_trust_ratio", "eps", eps, at_least=0.0)
+    refuse.hyperparameter("min_norm", min_norm, at_least=0.0)
+    refuse.hyperparameter("trust_coefficient", trust_coefficient)
+    refuse.hyperparameter("eps", eps, at_least=0.0)
     return leafwise(
         _trust,
         hyperparams={"min_norm": min_norm, "trust_coefficient": trust_coefficient, "eps": eps},

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import interrupted
+from functional_lowbit._core.refused import speaking
 from functional_lowbit._core.state.quantized import QuantizedTensor
 from functional_lowbit._core.state.resting import is_pinned, pinned
 from functional_lowbit.checkpoint import _schema
@@ -41,7 +42,8 @@ def state_dict(state: Any) -> dict[str, Any]:
         >>> sorted(saved)
         ['0.mu.w.codes', '0.mu.w.scales', '0.nu.w.codes', '0.nu.w.scales', '0.step', 'schema']
     """
-    interrupted.refuse("state_dict", state)
+    with speaking("state_dict"):
+        interrupted.refuse(state)
     saved: dict[str, Any] = {}
     leaves: dict[str, Any] = {}
     for path, leaf in _named_leaves(state, ""):

@@ -53,12 +53,11 @@ def of_path(path: str, dtype: torch.dtype | None, unsafe: bool) -> tuple[Params,
     if not is_model:
         return _of_checkpoint(path, dtype, unsafe)
     try:
-        with warnings.catch_warnings(record=True) as noted:
-            warnings.simplefilter("always")
-            found = planned_params(SPEAKER, path, dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of transformers
+            return planned_params(path, dtype)
     except (OSError, ValueError, ImportError) as error:
-        raise Mistake(said(error, SPEAKER)) from error
-    return found, [said(w.message, SPEAKER) for w in noted if str(w.message).startswith(f"{SPEAKER}: ")]
+        raise Mistake(said(error)) from error
 
 
 def _of_checkpoint(path: str, dtype: torch.dtype | None, unsafe: bool) -> tuple[Params, list[str]]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from functional_lowbit._core.contract import interrupted
 from functional_lowbit._core.contract.refuse import is_transformation
+from functional_lowbit._core.refused import speaking
 from functional_lowbit._optree import Tree
 from functional_lowbit.convert._fill import check_step, fill
 from functional_lowbit.convert._library import READERS, any_saved, library_in
@@ -48,7 +49,8 @@ def convert(
         if params is not None:
             raise ValueError(f"{speaker}: params must be None for an optimizer, which knows its own")
         return into_optimizer(sides, source, target, read, check, step)
-    interrupted.refuse(speaker, target)
+    with speaking(speaker):
+        interrupted.refuse(target)
     places = _targets(speaker, target, params, named=all(p.name is not None for p in source.params))
     reads = {name: read(p) for name, p in match(sides, source.params, places).items()}
     check([target], reads)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_lowbit._core.contract import interrupted
+from functional_lowbit._core.refused import speaking
 from functional_lowbit._optree import Tree
 from functional_lowbit.convert._kept import Kept
 from functional_lowbit.convert._match import Sides, match
@@ -116,7 +117,8 @@ def _source(source: Any, params: Tree, entries: Mapping[str, str]) -> Source:
         known: Mapping[str, Any] = params_in_order(SPEAKER, source)
         owners: dict[str, Owner] = {}
         for tree in source._trees:
-            interrupted.refuse(SPEAKER, tree.state)
+            with speaking(SPEAKER):
+                interrupted.refuse(tree.state)
             owners.update(_owners(find_slots(tree.state), entries))
         members = [group for group in source.param_groups for _ in group["params"]]
         place = own_groups(SPEAKER, source.state_dict()["param_groups"])
@@ -133,7 +135,8 @@ def _source(source: Any, params: Tree, entries: Mapping[str, str]) -> Source:
                 own[name] = groups[p.group] if groups else {}
         place = own_groups(SPEAKER, groups) if groups else None
         return Source(dict.fromkeys(owners), owners, place, own)
-    interrupted.refuse(SPEAKER, source)
+    with speaking(SPEAKER):
+        interrupted.refuse(source)
     slots = find_slots(source)
     known = dict.fromkeys(slots.owners()) if params is None else dict(named_leaves(params))
     return Source(known, _owners(slots, entries))

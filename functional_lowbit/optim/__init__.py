@@ -1,7 +1,7 @@
 """torch.optim shells: any transformation as a `torch.optim.Optimizer`, and ready classes by torch's names.
 
-Imports: _core.contract, _core.leafwise, _core.state, _core.step, _optree, _private, checkpoint, formats, sharding,
-transforms
+Imports: _core, _core.contract, _core.leafwise, _core.state, _core.step, _optree, _private, checkpoint, formats,
+sharding, transforms
 """
 
 from functional_lowbit.optim._adam import (

@@ -120,18 +120,15 @@ def checked(speaker: str, given: Mapping[str, Any], bits: int) -> dict[str, Any]
     if not callable(options.get("where", callable)) and options["where"] is not None:
         raise TypeError(f"{speaker}: where must be a function where(path, leaf), got {options['where']!r}")
     if "format" in options:
-        try:
-            options["format"] = named_format(options["format"])
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{speaker}: {str(error).removeprefix('formats.get: ')}") from error
+        options["format"] = _named(options["format"], speaker)
     return options
 
 
-def named_format(format: FormatChoice) -> Any:
+def _named(format: FormatChoice, speaker: str) -> Any:
     """A format by its name, or each of them; a Format that is not registered stays itself."""
     if isinstance(format, Mapping):
-        return {field: named_format(own) for field, own in format.items()}
-    own = formats.get(format)
+        return {field: _named(own, speaker) for field, own in format.items()}
+    own = formats.get(format, speaker)
     return own.name if own.name in formats.names() and formats.get(own.name) is own else own
 
 

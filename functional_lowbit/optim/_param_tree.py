@@ -9,6 +9,7 @@ from torch import Tensor
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import interrupted
 from functional_lowbit._core.contract.base import GradientTransformation
+from functional_lowbit._core.refused import WrongValue, speaking, words_of
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.step.step import Step
 from functional_lowbit.optim import _entries
@@ -81,8 +82,8 @@ class ParamTree:
                 self.step.renew(tx)
             except ValueError as error:
                 self.hypers.accepted = before
-                words = str(error).removeprefix("Step.renew: ")
-                raise ValueError(f"{speaker}: group {self.groups[0]}: {words}") from error
+                reason = f"group {self.groups[0]}: {words_of(error, 'Step.renew')}"
+                raise WrongValue(reason, speaker=speaker) from error
 
     def check(self, held: Mapping[Tensor, Any], alone: bool) -> dict[str, Tensor | None]:
         """Look at everything before anything is written, and return the gradients.
@@ -114,7 +115,8 @@ class ParamTree:
                     )
         grads = {name: p.grad if p.requires_grad else None for name, p in self.params.items()}
         if not alone:
-            fits.updates("Optimizer.step", list(self.params), list(grads.values()), list(self.params.values()))
+            with speaking("Optimizer.step"):
+                fits.updates(list(self.params), list(grads.values()), list(self.params.values()))
         return grads
 
     def update_(self, grads: Mapping[str, Tensor | None]) -> bool:

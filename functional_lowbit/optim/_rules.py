@@ -9,6 +9,7 @@ from torch import Tensor
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation
 from functional_lowbit._core.leafwise.leafwise import leafwise
+from functional_lowbit._core.refused import speaking
 from functional_lowbit.transforms._adam import scale_by_adam
 from functional_lowbit.transforms._chain import chain
 from functional_lowbit.transforms._decay import add_decayed_weights
@@ -70,8 +71,9 @@ def damped_trace(momentum: float, dampening: float, nesterov: bool = False) -> G
     References:
         torch.optim.SGD. There a parameter's first gradient is meant, here the first step.
     """
-    refuse.hyperparameter("sgd", "momentum", momentum, at_least=0.0)
-    refuse.hyperparameter("sgd", "dampening", dampening)
+    with speaking("sgd"):
+        refuse.hyperparameter("momentum", momentum, at_least=0.0)
+        refuse.hyperparameter("dampening", dampening)
     return leafwise(
         _look_ahead if nesterov else _sum_up,
         state=TraceState,
@@ -107,6 +109,7 @@ def _stored(
     where: Where | None,
 ) -> GradientTransformation:
     """The rule in front of its learning rate, with moments in few bits."""
-    refuse.hyperparameter(speaker, "lr", lr, at_least=0.0)
+    with speaking(speaker):
+        refuse.hyperparameter("lr", lr, at_least=0.0)
     tx = chain(*([scale(-1.0)] if maximize else []), *inner, scale_by_learning_rate(lr))
     return low_bit(tx, format, block_size=block_size, min_size=min_size, where=where)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
+from functional_lowbit._core.refused import WrongValue
 from functional_lowbit.sharding._spec import ShardSpec, contiguous_stride
 
 Coordinate = tuple[int, ...]  # a rank's index along each mesh dimension
@@ -39,7 +40,7 @@ def sum_over_shards(
                 dist.all_reduce(total, group=mesh.get_group(mesh_dim))
         result = total if result is None else result + total.to(result.device)
     if result is None:
-        raise ValueError("sum_over_shards: nothing to add")
+        raise WrongValue("nothing to add", speaker="sum_over_shards")
     return result
 
 
@@ -88,7 +89,7 @@ def team_of(spec: ShardSpec) -> list[Coordinate]:
     """
     own = spec.mesh.get_coordinate()
     if own is None:
-        raise ValueError("team_of: this rank is not in the mesh")
+        raise WrongValue("this rank is not in the mesh", speaker="team_of")
     cut = spec.sharded_mesh_dims
     ranges = [range(spec.mesh.size(d)) if d in cut else (own[d],) for d in range(len(own))]
     return list(itertools.product(*ranges))
@@ -140,5 +141,5 @@ def reduced(spec: ShardSpec, dims: Sequence[int], keepdim: bool = True) -> Shard
         elif type(placement) is Shard:
             placements.append(Shard(left.index(placement.dim % len(spec.shape))))
         else:
-            raise ValueError(f"reduce: {placement!r} needs keepdim=True")
+            raise WrongValue(f"{placement!r} needs keepdim=True", speaker="reduce")
     return ShardSpec(spec.mesh, tuple(placements), tuple(shape), contiguous_stride(shape))

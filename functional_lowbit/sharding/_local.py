@@ -5,8 +5,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from functional_lowbit import _optree
+from functional_lowbit._core.refused import WrongValue, name_at
 from functional_lowbit._optree import Tree
-from functional_lowbit.sharding._spec import ShardSpec
+from functional_lowbit.sharding._spec import ShardSpec, checked_spec
 
 
 def local_of(x: Tensor) -> Tensor:
@@ -19,12 +20,13 @@ def local_of(x: Tensor) -> Tensor:
     return x.detach() if x.requires_grad or type(x) is not Tensor else x
 
 
-def check_shard(x: Tensor, speaker: str, partial: bool = False) -> None:
+def check_shard(x: Tensor, what: str, path: str = "", partial: bool = False) -> None:
     """Refuse a DTensor whose shard on this rank is not the one that its placements say: kernels rely on it.
 
     Args:
         x: Any tensor.
-        speaker: Who speaks in the error, and of which leaf.
+        what: Of which tree it is a leaf, for the error.
+        path: Of the leaf.
         partial: Whether one that waits for a sum is let through; it is moved to its parameter's placements later.
 
     Raises:
@@ -32,12 +34,14 @@ def check_shard(x: Tensor, speaker: str, partial: bool = False) -> None:
     """
     if not isinstance(x, DTensor) or (partial and any(p.is_partial() for p in x.placements)):
         return
-    spec, local = ShardSpec.of(x, speaker), local_of(x)
+    try:
+        spec, local = checked_spec(x), local_of(x)
+    except WrongValue as error:
+        raise WrongValue(f"{name_at(what, path)}: {error.reason}", path) from None
     if spec is not None and tuple(local.shape) != spec.local_shape():
-        raise ValueError(
-            f"{speaker} has a shard of shape {tuple(local.shape)} on this rank, but {spec.placements} of "
-            f"{spec.shape} give it {spec.local_shape()}"
-        )
+        got = f"has a shard of shape {tuple(local.shape)} on this rank"
+        rule = f"{spec.placements} of {spec.shape} give it {spec.local_shape()}"
+        raise WrongValue.at(what, path, f"{got}, but {rule}")
 
 
 def part_of(x: Tensor) -> Tensor:

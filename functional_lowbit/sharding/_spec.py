@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._private import StridedShard, dtensor_anywhere
 from functional_lowbit.formats import _grid
 from functional_lowbit.sharding import _chunks
@@ -41,12 +42,8 @@ class ShardSpec:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, x: Tensor, speaker: str = "ShardSpec.of") -> "ShardSpec | None":
+    def of(cls, x: Tensor) -> "ShardSpec | None":
         """The spec of a DTensor; None for a plain tensor.
-
-        Args:
-            x: Any tensor.
-            speaker: Who speaks in the error, and of which leaf.
 
         Raises:
             ValueError: for a placement other than `Shard` and `Replicate`, for strided shards that are not one piece of
@@ -54,23 +51,8 @@ class ShardSpec:
         """
         if not isinstance(x, DTensor):
             return None
-        for placement in x.placements:
-            if not isinstance(placement, (Shard, StridedShard, Replicate)):
-                raise ValueError(
-                    f"{speaker}: placements must be Shard or Replicate, got {placement!r} in {tuple(x.placements)}; "
-                    "redistribute the tensor first"
-                )
-        spec = cls(x.device_mesh, tuple(x.placements), tuple(x.shape), tuple(x.stride()))
-        if spec.mesh.get_coordinate() is None:
-            raise ValueError(
-                f"{speaker}: this rank is not in the tensor's mesh, {spec.mesh}; leave the tensor out of the tree here"
-            )
-        if not _chunks.in_one_piece(spec.shape, tuple(spec.mesh.shape), spec._splits):
-            raise ValueError(
-                f"{speaker}: each rank must hold one piece of the tensor, but {spec.placements} of shape {spec.shape} "
-                f"on a mesh of {tuple(spec.mesh.shape)} gives some rank several; redistribute the tensor first"
-            )
-        return spec
+        with speaking("ShardSpec.of"):
+            return checked_spec(x)
 
     @property
     def sharded_mesh_dims(self) -> tuple[int, ...]:
@@ -118,7 +100,7 @@ class ShardSpec:
         Raises:
             ValueError: without a coordinate on a rank that is not in the mesh.
         """
-        return self._part("local_shape", coordinate)[0]
+        return self._part("ShardSpec.local_shape", coordinate)[0]
 
     def local_offset(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
         """The index in the whole tensor of one rank's first element, by the rule of `torch.chunk`.
@@ -131,14 +113,14 @@ class ShardSpec:
         Raises:
             ValueError: without a coordinate on a rank that is not in the mesh.
         """
-        return self._part("local_offset", coordinate)[1]
+        return self._part("ShardSpec.local_offset", coordinate)[1]
 
     def _part(self, speaker: str, coordinate: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(shape, offset) of one rank's shard."""
         if coordinate is None:
             coordinate = self.mesh.get_coordinate()
             if coordinate is None:
-                raise ValueError(f"ShardSpec.{speaker}: this rank is not in the mesh; pass a coordinate")
+                raise WrongValue("this rank is not in the mesh; pass a coordinate", speaker=speaker)
         return _chunks.part(self.shape, tuple(self.mesh.shape), self._splits, tuple(coordinate))
 
     def wrap(self, local: Tensor) -> DTensor:
@@ -152,9 +134,10 @@ class ShardSpec:
         """
         expected = self.local_shape()
         if tuple(local.shape) != expected:
-            raise ValueError(
-                f"ShardSpec.wrap: the local shard must have shape {expected}, which is this rank's part of the global "
-                f"shape {self.shape} under {self.placements}; got {tuple(local.shape)}"
+            raise WrongValue(
+                f"the local shard must have shape {expected}, which is this rank's part of the global shape "
+                f"{self.shape} under {self.placements}; got {tuple(local.shape)}",
+                speaker="ShardSpec.wrap",
             )
         shape = torch.Size(self.shape)
         if local.device.type not in (self.mesh.device_type, "meta"):
@@ -200,6 +183,27 @@ class ShardSpec:
     def local_shapes(self) -> set[tuple[int, ...]]:
         """The different shapes that shards have, over all ranks: full chunks, the last one, empty ones."""
         return _chunks.shapes(self.shape, tuple(self.mesh.shape), self._splits)
+
+
+def checked_spec(x: Tensor) -> ShardSpec | None:
+    """As `ShardSpec.of`, but what is refused is so in the name of whoever asks."""
+    if not isinstance(x, DTensor):
+        return None
+    for placement in x.placements:
+        if not isinstance(placement, (Shard, StridedShard, Replicate)):
+            raise WrongValue(
+                f"placements must be Shard or Replicate, got {placement!r} in {tuple(x.placements)}; redistribute the "
+                "tensor first"
+            )
+    spec = ShardSpec(x.device_mesh, tuple(x.placements), tuple(x.shape), tuple(x.stride()))
+    if spec.mesh.get_coordinate() is None:
+        raise WrongValue(f"this rank is not in the tensor's mesh, {spec.mesh}; leave the tensor out of the tree here")
+    if not _chunks.in_one_piece(spec.shape, tuple(spec.mesh.shape), spec._splits):
+        raise WrongValue(
+            f"each rank must hold one piece of the tensor, but {spec.placements} of shape {spec.shape} on a mesh of "
+            f"{tuple(spec.mesh.shape)} gives some rank several; redistribute the tensor first"
+        )
+    return spec
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, get_args, get_origin, 
 
 from torch import Tensor
 
+from functional_lowbit._core.refused import WrongType
 from functional_lowbit._optree import Tree
 
 Schedule: TypeAlias = Callable[[Tensor], Tensor | float]
@@ -128,9 +129,10 @@ def statistics_of(state_class: type) -> dict[str, Statistic]:
     found: dict[str, Statistic] = {}
     for name, hint in _hints(state_class).items():
         if isinstance(hint, str) and "Statistic" in hint:
-            raise TypeError(
-                f"{state_class.__name__}.{name}: the annotation {hint!r} cannot be resolved; define the class at the "
-                "top of its module, or without `from __future__ import annotations`"
+            raise WrongType(
+                f"the annotation {hint!r} cannot be resolved; define the class at the top of its module, or without "
+                "`from __future__ import annotations`",
+                speaker=f"{state_class.__name__}.{name}",
             )
         statistic = _marked(hint, Statistic)
         if statistic is not None:

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from functional_lowbit import _optree
+from functional_lowbit._core.refused import WrongState, kind_of
 
 # The tensors of such states, and the exception. A tensor carries no mark of its own through DTensor and pickle, and a
 # state is any tree, so the mark is kept here, by identity, for as long as the tensor lives.
@@ -16,10 +17,10 @@ def mark(state: Any, error: BaseException) -> None:
     """Let every tensor of a state be refused from now on."""
     for leaf in _optree.leaves(state):
         if isinstance(leaf, Tensor):
-            _marked[leaf] = type(error).__name__
+            _marked[leaf] = kind_of(error)
 
 
-def refuse(speaker: str, state: Any) -> None:
+def refuse(state: Any) -> None:
     """Refuse a state with marked tensors.
 
     Raises:
@@ -29,10 +30,10 @@ def refuse(speaker: str, state: Any) -> None:
         return
     for leaf in _optree.leaves(state):
         if isinstance(leaf, Tensor) and leaf in _marked:
-            raise RuntimeError(
-                f"{speaker}: an earlier step in place was interrupted ({_marked[leaf]}), so that this state and its "
-                "parameters are partly of the old step and partly of the new one; load both from a checkpoint, the "
-                "state into one that init(params) makes, or with Optimizer.load_state_dict"
+            raise WrongState(
+                f"an earlier step in place was interrupted ({_marked[leaf]}), so that this state and its parameters "
+                "are partly of the old step and partly of the new one; load both from a checkpoint, the state into one "
+                "that init(params) makes, or with Optimizer.load_state_dict"
             )
 
 

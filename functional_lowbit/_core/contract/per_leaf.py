@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from functional_lowbit import _optree
+from functional_lowbit._core.refused import WrongType, WrongValue
 from functional_lowbit._optree import Tree
 
 
@@ -49,9 +50,8 @@ class PerLeaf:
             subtrees = _optree.flatten_up_to(prefix, numbers)
         except ValueError as error:
             difference = _optree.difference(prefix, params) or error
-            raise ValueError(
-                f"{self.speaker}: {self.name} must begin like params, but in params {difference}"
-            ) from error
+            reason = f"{self.name} must begin like params, but in params {difference}"
+            raise WrongValue(reason, speaker=self.speaker) from error
         values: list[Any] = [None] * len(leaves)
         for value, subtree in zip(given, subtrees, strict=True):
             for i in _optree.leaves(subtree):
@@ -74,6 +74,5 @@ class PerLeaf:
             except TypeError:
                 continue
             return len(arguments) == 2
-        raise TypeError(
-            f"{self.speaker}: {self.name} must be a function of params, or of (path, leaf), got one of {signature}"
-        )
+        reason = f"{self.name} must be a function of params, or of (path, leaf), got one of {signature}"
+        raise WrongType(reason, speaker=self.speaker)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from functional_lowbit._core.refused import WrongValue
 from functional_lowbit._private import (
     DispatchMode,
     disable_current_modes,
@@ -145,7 +146,7 @@ def _trial(
     return None
 
 
-def check_elementwise(speaker: str, function: Callable[..., Any], state_class: Any, moments: Sequence[str]) -> bool:
+def check_elementwise(function: Callable[..., Any], state_class: Any, moments: Sequence[str]) -> bool:
     """Refuse a leaf function that is declared elementwise and is not. It is tried once, see `TRIALS`.
 
     Returns:
@@ -161,8 +162,8 @@ def check_elementwise(speaker: str, function: Callable[..., Any], state_class: A
     except TypeError:  # a callable that cannot be hashed is tried each time
         mixes = _verdict.__wrapped__(function, state_class, tuple(moments))
     if isinstance(mixes, MixesElements):
-        raise ValueError(
-            f"{speaker}: the leaf function {name_of(function)} is elementwise by its declaration, but calls {mixes}; "
+        raise WrongValue(
+            f"the leaf function {name_of(function)} is elementwise by its declaration, but calls {mixes}; "
             f"{mixes.way_out}"
         )
     return mixes is None
@@ -174,7 +175,7 @@ def can_watch() -> bool:
 
 
 @contextmanager
-def watched(guard: Guard | None, speaker: str, function: Callable[..., Any], path: str) -> Iterator[None]:
+def watched(guard: Guard | None, function: Callable[..., Any], path: str) -> Iterator[None]:
     """While a function is given a rank's part of a leaf; it is not watched if there is no guard.
 
     Raises:
@@ -187,9 +188,8 @@ def watched(guard: Guard | None, speaker: str, function: Callable[..., Any], pat
         with guard:
             yield
     except MixesElements as mixes:
-        raise ValueError(
-            f"{speaker}: at {path!r}, the leaf function {name_of(function)} calls {mixes}; {mixes.way_out}"
-        ) from None
+        reason = f"at {path!r}, the leaf function {name_of(function)} calls {mixes}; {mixes.way_out}"
+        raise WrongValue(reason, path) from None
 
 
 def name_of(function: Callable[..., Any]) -> str:

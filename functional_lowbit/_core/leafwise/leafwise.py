@@ -17,8 +17,10 @@ from functional_lowbit._core.contract.base import (
     statistics_of,
 )
 from functional_lowbit._core.leafwise.update import Leafwise
+from functional_lowbit._core.refused import WrongType, WrongValue, speaking
 
 
+@speaking("leafwise")
 def leafwise(
     update: Callable[..., tuple[Tensor, Any]],
     *,
@@ -83,10 +85,11 @@ def leafwise(
         >>> tx.update({"w": torch.tensor([3.0, -2.0])}, tx.init({"w": torch.zeros(2)}))[0]
         {'w': tensor([-0.5000,  0.5000])}
     """
-    speaker: str = name or getattr(update, "__name__", "leafwise").strip("_")
+    name = str(name or getattr(update, "__name__", "leafwise").strip("_"))
     hyperparams = dict(hyperparams or {})
     for key, value in hyperparams.items():
-        refuse.hyperparameter(speaker, key, value)
+        with speaking(name):
+            refuse.hyperparameter(key, value)
         if not isinstance(value, Tensor) and not callable(value):
             hyperparams[key] = float(value)
     scheduled = [k for k, v in hyperparams.items() if not isinstance(v, (Tensor, int, float))]
@@ -94,34 +97,34 @@ def leafwise(
         state = StepState if scheduled else EmptyState
     fields = getattr(state, "_fields", None)
     if not isinstance(state, type) or fields is None:
-        raise TypeError(f"leafwise: state must be a NamedTuple class, got {state!r}")
+        raise WrongType(f"state must be a NamedTuple class, got {state!r}")
     if scheduled and "step" not in fields:
-        raise ValueError(
-            f"leafwise: {speaker} has a schedule for {scheduled[0]}, so its state class {state.__name__} needs a field "
-            "`step: Tensor`"
+        raise WrongValue(
+            f"{name} has a schedule for {scheduled[0]}, so its state class {state.__name__} needs a field `step: "
+            "Tensor`"
         )
     if reduces and not elementwise:
-        raise ValueError(
-            f"leafwise: {speaker} is declared with reduces=True and elementwise=False; the first is given parts of "
-            "leaves and uses fl.reduce, the second whole leaves, so choose one"
+        raise WrongValue(
+            f"{name} is declared with reduces=True and elementwise=False; the first is given parts of leaves and uses "
+            "fl.reduce, the second whole leaves, so choose one"
         )
     moments = moments_of(state)
     statistics = statistics_of(state)
     if statistics and elementwise and not reduces:
-        raise ValueError(
-            f"leafwise: {speaker} has the statistic {next(iter(statistics))!r}, which an elementwise function cannot "
-            "be given; declare it with reduces=True or elementwise=False"
+        raise WrongValue(
+            f"{name} has the statistic {next(iter(statistics))!r}, which an elementwise function cannot be given; "
+            "declare it with reduces=True or elementwise=False"
         )
     unknown = next((f for f in over or () if f not in statistics), None)
     if unknown is not None:
-        raise ValueError(f"leafwise: over names {unknown!r}, which is no statistic of {state.__name__}")
+        raise WrongValue(f"over names {unknown!r}, which is no statistic of {state.__name__}")
     statistics = {f: Statistic(over[f]) if over and f in over else s for f, s in statistics.items()}
     per_leaf = {*moments, *statistics, "step"}
     unknown = next((f for f in init_shared or () if f not in fields or f in per_leaf), None)
     if unknown is not None:
-        raise ValueError(f"leafwise: init_shared names {unknown!r}, which is no shared field of {state.__name__}")
+        raise WrongValue(f"init_shared names {unknown!r}, which is no shared field of {state.__name__}")
     part = Leafwise(
-        name=speaker,
+        name=name,
         update_leaf=update,
         state_class=state,
         moments=moments,

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from functional_lowbit import _optree
 from functional_lowbit._core.cpp.norm import square_bins
+from functional_lowbit._core.refused import speaking
 from functional_lowbit._optree import Tree
 from functional_lowbit.formats._grid import grid_of
 from functional_lowbit.sharding import ShardSpec, part_of
 from functional_lowbit.sharding._collectives import sum_over_shards
+from functional_lowbit.sharding._spec import checked_spec
 
 # Floating-point sums depend on their order, and the order on the mesh. So each block of the grid is summed in float32,
 # which no split between blocks can change, and the sums of blocks are then added exactly: float32 numbers of one
@@ -47,7 +49,8 @@ def global_norm(tree: Tree) -> Tensor:
     leaves = _optree.leaves(tree)
     if not leaves:
         return torch.zeros((), dtype=torch.float32)
-    specs = [ShardSpec.of(x, "global_norm") for x in leaves]
+    with speaking("global_norm"):
+        specs = [checked_spec(x) for x in leaves]
     parts = [_in_blocks(part_of(x), tuple(x.shape), s) for x, s in zip(leaves, specs, strict=True)]
     bins = sum_over_shards(list(zip(parts, specs, strict=True)), _square_bins)
     total = torch.dot(bins[:EXPONENTS], _bin_values(bins.device))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_lowbit._core.leafwise.guard import name_of
+from functional_lowbit._core.refused import WrongType, WrongValue
 
 
 def check_pair(function: Callable[..., Any], state_class: Any, result: Any) -> tuple[Any, Any]:
@@ -14,9 +15,9 @@ def check_pair(function: Callable[..., Any], state_class: Any, result: Any) -> t
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], state_class):
         return result
     kinds = [type(x).__name__ for x in result] if isinstance(result, tuple) else type(result).__name__
-    raise TypeError(
-        f"leafwise: {name_of(function)} must return (update, state), with a state of class {state_class.__name__}, got "
-        f"{kinds}"
+    raise WrongType(
+        f"{name_of(function)} must return (update, state), with a state of class {state_class.__name__}, got {kinds}",
+        speaker="leafwise",
     )
 
 
@@ -31,8 +32,8 @@ def check_leaf(
     for what, x in [("update", update), *moments.items()]:
         if not isinstance(x, Tensor) or x.shape != like.shape or x.dtype != torch.float32:
             got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            speaker = name_of(function)
-            raise ValueError(
-                f"leafwise: {speaker} must return float32 tensors of {whose}'s shape {tuple(like.shape)}, got for "
-                f"{what}: {got}"
+            raise WrongValue(
+                f"{name_of(function)} must return float32 tensors of {whose}'s shape {tuple(like.shape)}, got for "
+                f"{what}: {got}",
+                speaker="leafwise",
             )

@@ -15,6 +15,7 @@ from functional_lowbit._core.leafwise import current
 from functional_lowbit._core.leafwise.guard import Guard, can_watch, check_elementwise, watched
 from functional_lowbit._core.leafwise.returned import check_leaf, check_pair
 from functional_lowbit._core.leafwise.scalars import at_least_float32, constant, is_param, plain, record
+from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.state import fits, statistics as statistics_
 from functional_lowbit._core.state.parts import Part, Rest
 from functional_lowbit._optree import Tree
@@ -68,23 +69,22 @@ class Rule(Part):
 
         Then it is watched where it runs, and not fused.
         """
-        return not self.elementwise or check_elementwise(
-            self.name, self.update_leaf, self.state_class, tuple(self.moments)
-        )
+        with speaking(self.name):
+            return not self.elementwise or check_elementwise(self.update_leaf, self.state_class, tuple(self.moments))
 
     def init_state(self, params: Tree, rest: Rest) -> Any:
         """A new state, moments kept as `rest` decides."""
         leaves, treedef = _optree.flatten(params)
         paths = _optree.names(treedef)
-        fits.params(f"{self.name}.init", paths, leaves)
         kept: dict[str, list[Any]] = {name: [] for name in self.leaf_fields}
-        for path, param in zip(paths, leaves, strict=True):
-            firsts = self._first_values(path, param)
-            for name, moment in self.moments.items():
-                kept[name].append(rest(name, moment, path, param, firsts.get(name)))
-            for name, statistic in self.statistics.items():
-                first = statistics_.first(f"{self.name}.init", name, path, statistic, param, firsts.get(name))
-                kept[name].append(first)
+        with speaking(f"{self.name}.init"):
+            fits.params(paths, leaves)
+            for path, param in zip(paths, leaves, strict=True):
+                firsts = self._first_values(path, param)
+                for name, moment in self.moments.items():
+                    kept[name].append(rest(name, moment, path, param, firsts.get(name)))
+                for name, statistic in self.statistics.items():
+                    kept[name].append(statistics_.first(name, path, statistic, param, firsts.get(name)))
         return self.state_class(
             **{name: self._first(name) for name in self.shared_fields},
             **{name: _optree.unflatten(treedef, values) for name, values in kept.items()},
@@ -107,13 +107,11 @@ class Rule(Part):
             part = local_of(param.full_tensor())  # type: ignore[attr-defined]
         guard = Guard() if can_watch() and (self.elementwise or self.reduces) else None
         leaf = current.Leaf(path, tuple(part.shape), spec, guard) if self.reduces else None
-        with current.inside(leaf), watched(guard, f"{self.name}.init", self.init_leaf, path):
+        with current.inside(leaf), watched(guard, self.init_leaf, path):
             first = self.init_leaf(part)
         unknown = next((field for field in first if field not in self.leaf_fields), None)
         if unknown is not None:
-            raise ValueError(
-                f"{self.name}.init: init returned {unknown!r}, which is no moment or statistic of the state"
-            )
+            raise WrongValue(f"init returned {unknown!r}, which is no moment or statistic of the state", path)
         return {name: partial(self._own_part, name, param, value, whole) for name, value in first.items()}
 
     def _own_part(self, name: str, param: Tensor, value: Tensor, whole: bool) -> Tensor:
@@ -138,7 +136,8 @@ class Rule(Part):
                     value = value(state.step)
                 value = plain(value)
             if isinstance(value, Tensor):
-                values[name] = refuse.finite(self.name, name, value.detach() if is_param(value) else value).double()
+                with speaking(self.name):
+                    values[name] = refuse.finite(name, value.detach() if is_param(value) else value).double()
             else:
                 values[name] = constant(self._float64, name, value, torch.float64)
         return record(tuple(values))(*values.values())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from functional_lowbit._core.leafwise.task import Task
+from functional_lowbit._core.refused import WrongState
 from functional_lowbit.sharding import ShardSpec
 from functional_lowbit.sharding._collectives import Coordinate, exchange, own_coordinate, team_of
 
@@ -19,14 +20,13 @@ Compute = Callable[[Task, list[Tensor]], Sequence[Tensor]]
 Message = tuple[Coordinate, Tensor]  # (from or to whom, flat numbers)
 
 
-def run_whole(speaker: str, tasks: Sequence[Task], compute: Compute) -> list[list[Tensor]]:
+def run_whole(tasks: Sequence[Task], compute: Compute) -> list[list[Tensor]]:
     """Work on whole leaves: this rank's parts of each leaf's new update and new fields, contiguous.
 
     Every rank must call it with the same leaves in the same order. Who works on which leaf follows from global shapes
     and that order. A rank needs memory for one whole leaf at a time, and for the messages.
 
     Args:
-        speaker: For errors.
         tasks: The leaves, all sharded.
         compute: `compute(task, [update, *fields, parameter if there is one]) -> [update, *fields]`, of whole tensors,
             float32.
@@ -43,7 +43,7 @@ def run_whole(speaker: str, tasks: Sequence[Task], compute: Compute) -> list[lis
         team = team_of(tasks[members[0]].specs()[0])
         for wave in waves([prod(tasks[i].update.shape) for i in members], len(team)):
             owners = {team[rank]: members[k] for k, rank in wave}
-            for i, parts in _run_wave(speaker, {r: (i, tasks[i]) for r, i in owners.items()}, team, compute):
+            for i, parts in _run_wave({r: (i, tasks[i]) for r, i in owners.items()}, team, compute):
                 results[i] = parts
     return results
 
@@ -68,7 +68,7 @@ def waves(sizes: Sequence[int], ranks: int) -> list[list[tuple[int, int]]]:
 
 
 def _run_wave(
-    speaker: str, wave: dict[Coordinate, tuple[int, Task]], team: Sequence[Coordinate], compute: Compute
+    wave: dict[Coordinate, tuple[int, Task]], team: Sequence[Coordinate], compute: Compute
 ) -> list[tuple[int, list[Tensor]]]:
     """One leaf for each owner: gather, compute, hand back. This rank's parts of each leaf, by the leaf's index."""
     own = own_coordinate(next(iter(wave.values()))[1].specs()[0])
@@ -92,9 +92,10 @@ def _run_wave(
             continue
         flat = answers[owner]
         if not flat[0]:
-            raise RuntimeError(
-                f"{speaker}: the leaf function failed for {task.path!r} on the rank at {owner} of the mesh, which had "
-                "the whole leaf; its error is raised there"
+            raise WrongState(
+                f"the leaf function failed for {task.path!r} on the rank at {owner} of the mesh, which had the whole "
+                "leaf; its error is raised there",
+                task.path,
             )
         shapes = [s.local_shape(own) for s in task.specs()]
         values = flat[1:].split([prod(shape) for shape in shapes])

@@ -1,7 +1,6 @@
 """The parameters of safetensors files, from their headers alone: no number is read, and no package is needed."""
 
 import json
-import warnings
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from functional_lowbit._core.refused import NotThere, WrongValue
 
 INDEX = ".safetensors.index.json"  # ends the name of a file that says which file holds which tensor
 STATE = "schema"  # in the metadata of what `checkpoint.save_safetensors` writes, and nobody else
@@ -28,95 +29,92 @@ def has_files(folder: Path) -> bool:
     return any(folder.glob("*.safetensors"))
 
 
-def read_params(speaker: str, path: Path) -> dict[str, Tensor]:
+def read_params(path: Path, notes: list[str]) -> dict[str, Tensor]:
     """The floating-point tensors of a checkpoint, by name, on the meta device.
 
     Args:
-        speaker: For errors.
         path: A safetensors file, an index of several (`model.safetensors.index.json`), or a folder with either. A
             folder's index says which of its files count; states of `save_safetensors` there do not.
+        notes: Takes what there is to say about them.
 
     Raises:
         FileNotFoundError: for a file that the index names and that is not there.
         ValueError: for what is no such file, for a tensor in two files, and for a folder with several indices,
             or with states of optimizers alone.
     """
-    files = _files(speaker, path)
+    files = _files(path)
     found: dict[str, Tensor] = {}
     left_out: list[str] = []
     for file in files:
-        for name, entry in _header(speaker, file).items():
+        for name, entry in _header(file).items():
             if name in found:
-                raise ValueError(
-                    f"{speaker}: {str(file)!r} holds {name!r}, and so does another file; give the files of one model"
-                )
+                raise WrongValue(f"{str(file)!r} holds {name!r}, and so does another file; give the files of one model")
             if entry["dtype"] in DTYPES:
                 found[name] = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
             else:
                 left_out.append(f"{name!r} ({entry['dtype']})")
     if left_out:
-        warnings.warn(
-            f"{speaker}: {len(left_out)} tensors of {str(path)!r} are not floating-point and were left out, the first "
-            f"is {left_out[0]}",
-            stacklevel=5,  # whoever called memory_plan
+        notes.append(
+            f"{len(left_out)} tensors of {str(path)!r} are not floating-point and were left out, the first is "
+            f"{left_out[0]}"
         )
     return found
 
 
-def _files(speaker: str, path: Path) -> list[Path]:
+def _files(path: Path) -> list[Path]:
     if path.is_dir():
         indices = sorted(path.glob(f"*{INDEX}"))
         if len(indices) > 1:
             names = ", ".join(index.name for index in indices)
-            raise ValueError(f"{speaker}: {str(path)!r} holds several indices ({names}); give the path of one")
+            raise WrongValue(f"{str(path)!r} holds several indices ({names}); give the path of one")
         if indices:
-            return _files(speaker, indices[0])
-        models = [file for file in sorted(path.glob("*.safetensors")) if not _is_state(speaker, file)]
+            return _files(indices[0])
+        models = [file for file in sorted(path.glob("*.safetensors")) if not _is_state(file)]
         if not models:
-            raise ValueError(f"{speaker}: the folder {str(path)!r} holds states of optimizers, and no model")
+            raise WrongValue(f"the folder {str(path)!r} holds states of optimizers, and no model")
         return models
     if not path.name.endswith(INDEX):
         return [path]
-    document = _json(speaker, path, path.read_bytes())
+    document = _json(path, path.read_bytes())
     names = document.get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ValueError(
-            f"{speaker}: {str(path)!r} has no 'weight_map' from tensors to files; it is no index of safetensors files"
+        raise WrongValue(
+            f"{str(path)!r} has no 'weight_map' from tensors to files; it is no index of safetensors files"
         )
     files = [path.parent / name for name in sorted(set(names.values()))]
-    _all_there(speaker, path, files)
+    _all_there(path, files)
     return files
 
 
-def _all_there(speaker: str, index: Path, files: Iterable[Path]) -> None:
+def _all_there(index: Path, files: Iterable[Path]) -> None:
     for file in files:
         if not file.is_file():
-            raise FileNotFoundError(f"{speaker}: {str(index)!r} names the file {file.name!r}, which is not there")
+            raise NotThere(f"{str(index)!r} names the file {file.name!r}, which is not there")
 
 
-def _is_state(speaker: str, file: Path) -> bool:
+def _is_state(file: Path) -> bool:
     """Whether a file is one of `checkpoint.save_safetensors`, which may lie beside the model."""
-    metadata = _document(speaker, file).get("__metadata__")
+    metadata = _document(file).get("__metadata__")
     return isinstance(metadata, dict) and STATE in metadata
 
 
-def _header(speaker: str, file: Path) -> dict[str, Any]:
+def _header(file: Path) -> dict[str, Any]:
     """Name to dtype and shape, of one file."""
-    document = _document(speaker, file)
+    document = _document(file)
     document.pop("__metadata__", None)
     for name, entry in document.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str) or not _is_shape(entry.get("shape")):
-            raise ValueError(f"{speaker}: {str(file)!r} is damaged: its header gives {name!r} no dtype and shape")
+            raise WrongValue(f"{str(file)!r} is damaged: its header gives {name!r} no dtype and shape")
     return document
 
 
-def _document(speaker: str, file: Path) -> dict[str, Any]:
+def _document(file: Path) -> dict[str, Any]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = opened.read(length) if 2 <= length <= LIMIT else b""
     if not header.startswith(b"{") or len(header) < length:
-        raise ValueError(f"{speaker}: {str(file)!r} has no safetensors header; it is damaged, or of another kind")
-    return _json(speaker, file, header)
+        raise WrongValue(f"{str(file)!r} has no safetensors header; it is damaged, or of another kind")
+    return _json(file, header)
 
 
 def _is_shape(x: Any) -> bool:
@@ -124,11 +122,11 @@ def _is_shape(x: Any) -> bool:
     return sizes and prod(x) < 1 << 60  # torch counts the bytes in 63 bits
 
 
-def _json(speaker: str, file: Path, text: bytes) -> Any:
+def _json(file: Path, text: bytes) -> Any:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{speaker}: {str(file)!r} is not JSON where it should be: {error}") from error
+        raise WrongValue(f"{str(file)!r} is not JSON where it should be: {error}") from error
     if not isinstance(document, dict):
-        raise ValueError(f"{speaker}: {str(file)!r} must hold an object, got {type(document).__name__}")
+        raise WrongValue(f"{str(file)!r} must hold an object, got {type(document).__name__}")
     return document

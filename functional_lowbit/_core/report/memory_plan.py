@@ -1,5 +1,6 @@
 """memory_plan: what training will take, before anything is allocated."""
 
+import warnings
 from math import prod
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation
+from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.report.describe import describe
 from functional_lowbit._core.report.plan_params import planned_params
 from functional_lowbit._core.report.planned_mesh import MeshShape, Placements, PlannedMesh, on_rank
@@ -17,6 +19,7 @@ from functional_lowbit._core.state import fits
 from functional_lowbit.sharding import ShardSpec
 
 
+@speaking("memory_plan")
 def memory_plan(
     tx: GradientTransformation,
     params: Any,
@@ -75,11 +78,13 @@ def memory_plan(
         >>> plan.ranks[1].total_bytes
         522056
     """
-    refuse.transformation("memory_plan", "tx", tx)
-    tree = planned_params("memory_plan", params, dtype)
+    refuse.transformation("tx", tx)
+    tree, notes = planned_params(params, dtype)
+    for note in notes:
+        warnings.warn(f"memory_plan: {note}", stacklevel=3)  # whoever called memory_plan
     leaves, treedef = _optree.flatten(tree)
     paths = _optree.names(treedef)
-    fits.params("memory_plan", paths, leaves)
+    fits.params(paths, leaves)
     planned, specs = _sharding(paths, leaves, mesh, placements)
     if planned is None:
         return describe(tx.init(tree), tree)
@@ -101,15 +106,17 @@ def _sharding(
     first = next(((path, s) for path, s in zip(paths, own, strict=True) if s is not None), None)
     if first is not None:
         if mesh is not None or placements is not None:
-            raise ValueError(
-                f"memory_plan: params[{first[0]!r}] is a DTensor and has a mesh and placements, so leave both out, or "
-                "give the parameters as they were before they were sharded"
+            raise WrongValue.at(
+                "params",
+                first[0],
+                "is a DTensor and has a mesh and placements, so leave both out, or give the parameters as they were "
+                "before they were sharded",
             )
         same = all(s is None or s.mesh == first[1].mesh for s in own)
-        return (PlannedMesh("memory_plan", first[1].mesh), own) if same else (None, own)
+        return (PlannedMesh(first[1].mesh), own) if same else (None, own)
     if mesh is None:
         if placements is not None:
-            raise ValueError("memory_plan: placements need a mesh; give its shape, for instance mesh=8")
+            raise WrongValue("placements need a mesh; give its shape, for instance mesh=8")
         return None, own
-    planned = PlannedMesh("memory_plan", mesh)
+    planned = PlannedMesh(mesh)
     return planned, list(planned.specs(paths, leaves, placements))

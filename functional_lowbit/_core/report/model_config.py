@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_lowbit._core.refused import NotInstalled, WrongValue
+
 CONFIG = "config.json"
 
 
@@ -16,11 +18,10 @@ def is_config(x: Any) -> bool:
     return any(c.__name__ in names and c.__module__.startswith("transformers.") for c in type(x).__mro__)
 
 
-def config_params(speaker: str, source: Path | Any) -> dict[str, Tensor]:
+def config_params(source: Path | Any) -> dict[str, Tensor]:
     """The parameters by name, in the config's dtype (float32 if it names none); tied ones once.
 
     Args:
-        speaker: For errors.
         source: The path of a `config.json`, or a config object.
 
     Raises:
@@ -30,8 +31,8 @@ def config_params(speaker: str, source: Path | Any) -> dict[str, Tensor]:
     try:
         transformers = import_module("transformers")
     except ImportError as error:
-        raise ImportError(
-            f"{speaker}: a model config needs the package transformers; pip install 'functional-lowbit[hosts]'"
+        raise NotInstalled(
+            "a model config needs the package transformers; pip install 'functional-lowbit[hosts]'"
         ) from error
     try:
         config = source
@@ -41,7 +42,7 @@ def config_params(speaker: str, source: Path | Any) -> dict[str, Tensor]:
             model = _class_of(transformers, config)._from_config(config)
     except Exception as error:
         what = repr(str(source)) if isinstance(source, Path) else type(source).__name__
-        raise ValueError(f"{speaker}: transformers makes no model of {what}: {error}") from error
+        raise WrongValue(f"transformers makes no model of {what}: {error}") from error
     dtype = getattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", None) or torch.float32
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     return {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in model.named_parameters()}

@@ -8,16 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from functional_lowbit import _optree
+from functional_lowbit._core.refused import NotThere, WrongType, WrongValue
 from functional_lowbit._core.report import headers, model_config
 from functional_lowbit._optree import Tree
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
 
 
-def planned_params(speaker: str, params: Any, dtype: torch.dtype | None = None) -> Tree:
+def planned_params(params: Any, dtype: torch.dtype | None = None) -> tuple[Tree, list[str]]:
     """The parameters of a tree, a module, a checkpoint or a config, on the meta device; DTensors stay DTensors.
 
+    With them comes what there is to say about them.
+
     Args:
-        speaker: For errors.
         params: As in `memory_plan`.
         dtype: In place of the parameters' own dtypes.
 
@@ -28,32 +30,32 @@ def planned_params(speaker: str, params: Any, dtype: torch.dtype | None = None) 
         TypeError: for a dtype that parameters cannot have.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"{speaker}: dtype must be a floating-point torch.dtype, got {dtype!r}")
+        raise WrongType(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
+    notes: list[str] = []
     if isinstance(params, nn.Module):
         params = dict(params.named_parameters())  # a tied parameter has one name here
     elif isinstance(params, (str, os.PathLike)):
-        params = _from_path(speaker, Path(params))
+        params = _from_path(Path(params), notes)
     elif model_config.is_config(params):
-        params = model_config.config_params(speaker, params)
-    return _optree.map_leaves(lambda x: _on_meta(x, dtype) if isinstance(x, Tensor) else x, params)
+        params = model_config.config_params(params)
+    return _optree.map_leaves(lambda x: _on_meta(x, dtype) if isinstance(x, Tensor) else x, params), notes
 
 
-def _from_path(speaker: str, path: Path) -> dict[str, Tensor]:
+def _from_path(path: Path, notes: list[str]) -> dict[str, Tensor]:
     if not path.exists():
-        raise FileNotFoundError(f"{speaker}: there is nothing at {str(path)!r}")
+        raise NotThere(f"there is nothing at {str(path)!r}")
     if path.is_dir():
         if headers.has_files(path):
-            return headers.read_params(speaker, path)
+            return headers.read_params(path, notes)
         if (path / model_config.CONFIG).is_file():
-            return model_config.config_params(speaker, path / model_config.CONFIG)
-        raise ValueError(f"{speaker}: the folder {str(path)!r} must hold safetensors files or a config.json")
+            return model_config.config_params(path / model_config.CONFIG)
+        raise WrongValue(f"the folder {str(path)!r} must hold safetensors files or a config.json")
     if path.name.endswith((".safetensors", headers.INDEX)):
-        return headers.read_params(speaker, path)
+        return headers.read_params(path, notes)
     if path.suffix == ".json":
-        return model_config.config_params(speaker, path)
-    raise ValueError(
-        f"{speaker}: params must be a .safetensors file, an index of them, a config.json or a folder with these, got "
-        f"{str(path)!r}"
+        return model_config.config_params(path)
+    raise WrongValue(
+        f"params must be a .safetensors file, an index of them, a config.json or a folder with these, got {str(path)!r}"
     )
 
 

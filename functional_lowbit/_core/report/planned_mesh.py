@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
+from functional_lowbit._core.refused import WrongValue
 from functional_lowbit._private import StridedShard, mesh_without_group
 from functional_lowbit.sharding import ShardSpec, contiguous_stride
 
@@ -24,12 +25,10 @@ class PlannedMesh:
     """A mesh of some shape, as each of its ranks sees it.
 
     Args:
-        speaker: For errors.
         mesh: Its shape.
     """
 
-    def __init__(self, speaker: str, mesh: MeshShape):
-        self.speaker = speaker
+    def __init__(self, mesh: MeshShape):
         self.names: tuple[str, ...] | None = None
         if isinstance(mesh, Mapping):
             self.names = tuple(mesh)
@@ -39,9 +38,10 @@ class PlannedMesh:
         else:
             sizes = (mesh,) if isinstance(mesh, int) else mesh
         if isinstance(sizes, str) or not isinstance(sizes, Sequence) or not sizes or not all(map(_is_size, sizes)):
-            raise ValueError(
-                f"{speaker}: mesh must be a number of ranks, or such numbers for each mesh dimension, as (2, 4) or "
-                f"{{'replicate': 2, 'shard': 4}}, got {mesh!r}"
+            raise WrongValue(
+                f"mesh must be a number of ranks, or such numbers for each mesh dimension, as (2, 4) or "
+                "{'replicate': 2, 'shard': 4}, got "
+                f"{mesh!r}"
             )
         self.shape = tuple(sizes)
 
@@ -74,9 +74,10 @@ class PlannedMesh:
             return (*[Replicate()] * (len(self.shape) - 1), last)
         chosen = placements(path, leaf) if callable(placements) else placements
         if not isinstance(chosen, Sequence) or len(chosen) != len(self.shape):
-            raise ValueError(
-                f"{self.speaker}: placements of {path!r} must be {len(self.shape)}, one for each dimension of the mesh "
-                f"{self.shape}, got {chosen!r}"
+            raise WrongValue(
+                f"placements of {path!r} must be {len(self.shape)}, one for each dimension of the mesh {self.shape}, "
+                f"got {chosen!r}",
+                path,
             )
         return tuple(self._checked(path, leaf, p) for p in chosen)
 
@@ -84,11 +85,12 @@ class PlannedMesh:
         if isinstance(placement, Replicate):
             return placement
         if not isinstance(placement, (Shard, StridedShard)):
-            raise ValueError(f"{self.speaker}: placements of {path!r} must be Shard or Replicate, got {placement!r}")
+            raise WrongValue(f"placements of {path!r} must be Shard or Replicate, got {placement!r}", path)
         if not -leaf.ndim <= placement.dim < leaf.ndim:
-            raise ValueError(
-                f"{self.speaker}: placements of {path!r}: {placement!r} splits a dimension that shape "
-                f"{tuple(leaf.shape)} does not have; give a function of path and leaf, which may choose others for it"
+            raise WrongValue(
+                f"placements of {path!r}: {placement!r} splits a dimension that shape {tuple(leaf.shape)} does not "
+                "have; give a function of path and leaf, which may choose others for it",
+                path,
             )
         if placement.dim >= 0:
             return placement

@@ -7,6 +7,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from functional_lowbit._core.refused import NotInstalled, WrongType, WrongValue, speaking
 from functional_lowbit._core.report.error_table import ErrorReport
 from functional_lowbit._core.report.errors import UPDATE
 from functional_lowbit._core.report.recorded import recorded_quantization_error
@@ -19,6 +20,7 @@ Series = dict[str, list[float]]
 """Path of a leaf to its error at each step, in percent; NaN where it was not looked at."""
 
 
+@speaking("plot.quantization_error")
 def quantization_error(history: Any, path: str | os.PathLike[str]) -> Path:
     """Draw how far rounding moves each leaf's moments and its update.
 
@@ -49,17 +51,15 @@ def quantization_error(history: Any, path: str | os.PathLike[str]) -> Path:
     reports = _reports(history)
     kinds = list(dict.fromkeys(row.what for report in reports for row in report.rows if _is_stored(row)))
     if not kinds:
-        raise ValueError(
-            "plot.quantization_error: history has no errors of moments in few bits; record some steps with "
+        raise WrongValue(
+            "history has no errors of moments in few bits; record some steps with "
             "fl.record_quantization_error(low_bit(tx)) first"
         )
     kinds = [*(kind for kind in kinds if kind != UPDATE), UPDATE]
     try:
         figures = import_module("matplotlib.figure")
     except ImportError as error:
-        raise ImportError(
-            "plot.quantization_error: needs the package matplotlib; pip install 'functional-lowbit[demo]'"
-        ) from error
+        raise NotInstalled("needs the package matplotlib; pip install 'functional-lowbit[demo]'") from error
     figure = _over_steps(figures, reports, kinds) if len(reports) > 1 else _of_one(figures, reports[0], kinds)
     figure.savefig(path, dpi=150)
     return Path(path)
@@ -72,17 +72,16 @@ def _reports(history: Any) -> list[ErrorReport]:
         steps = [report.step for report in history if report.step is not None]
         twice = next((s for s in steps if steps.count(s) > 1), None)
         if twice is not None:
-            raise ValueError(
-                f"plot.quantization_error: history has two reports of step {twice}; keep one for each look, where "
-                "report.step has changed"
+            raise WrongValue(
+                f"history has two reports of step {twice}; keep one for each look, where report.step has changed"
             )
         return [report for report in history if report.rows]
     try:
         return [recorded_quantization_error(history)]
     except ValueError as error:
-        raise TypeError(
-            "plot.quantization_error: history must be reports of recorded_quantization_error, or a state with a "
-            f"QuantizationErrorState inside, got {type(history).__name__}"
+        raise WrongType(
+            "history must be reports of recorded_quantization_error, or a state with a QuantizationErrorState inside, "
+            f"got {type(history).__name__}"
         ) from error
 
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from functional_lowbit import _optree
+from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.report.error_table import ErrorReport, ErrorRow
 from functional_lowbit._core.report.errors import UPDATE, by_path, moment_trees
 from functional_lowbit._core.state.quantized import QuantizedTensor
@@ -31,6 +32,7 @@ class QuantizationErrorState(NamedTuple):
     inner_state: Any
 
 
+@speaking("recorded_quantization_error")
 def recorded_quantization_error(state: Any) -> ErrorReport:
     """What `record_quantization_error` has recorded.
 
@@ -53,10 +55,7 @@ def recorded_quantization_error(state: Any) -> ErrorReport:
     looked = (at.node for at in _optree.nodes(state) if isinstance(at.node, QuantizationErrorState))
     own = next(looked, None)
     if own is None:
-        raise ValueError(
-            "recorded_quantization_error: the state has no QuantizationErrorState inside; use "
-            "fl.record_quantization_error(tx)"
-        )
+        raise WrongValue("the state has no QuantizationErrorState inside; use fl.record_quantization_error(tx)")
     looks = {path: int(n) for path, n in by_path(own.looks).items() if int(n)}
     found: dict[str, dict[str, Numbers]] = {}
     for name in own.last:

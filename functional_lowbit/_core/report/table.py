@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from functional_lowbit._core.refused import WrongValue
+
 LONG = 40  # rows of a table from which on repeated layers are shown as one row
 
 
@@ -44,7 +46,8 @@ class Report(NamedTuple):
             ValueError: if `describe` was not given the parameters.
         """
         if self.weight_bytes is None or self.gradient_bytes is None:
-            raise ValueError("describe: the training bytes need the parameters; call describe(state, params)")
+            reason = "the training bytes need the parameters; call describe(state, params)"
+            raise WrongValue(reason, speaker="describe")
         return self.weight_bytes + self.gradient_bytes + self.total_bytes
 
     @property

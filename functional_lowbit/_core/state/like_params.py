@@ -16,11 +16,11 @@ def as_sharded(u: Tensor, p: Tensor) -> tuple[Tensor, ShardSpec | None]:
     return u, spec
 
 
-def like_params(speaker: str, updates: Tree, params: Tree) -> Tree:
+def like_params(updates: Tree, params: Tree) -> Tree:
     """Updates with the sharding of their parameters, for what looks at the whole tree before the leaf functions do."""
     leaves, treedef = _optree.flatten(params)
-    us = fits.same_structure(speaker, "updates", treedef, updates)
-    fits.updates(speaker, _optree.names(treedef), us, leaves)
+    us = fits.same_structure("updates", treedef, updates)
+    fits.updates(_optree.names(treedef), us, leaves)
     return _optree.unflatten(
         treedef, [None if u is None else as_sharded(u, p)[0] for u, p in zip(us, leaves, strict=True)]
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from functional_lowbit import _optree
 from functional_lowbit._core.contract.base import GradientTransformation, call_update
+from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.like_params import as_sharded
 from functional_lowbit._core.state.parts import Part, Rest, init_with
@@ -33,10 +34,11 @@ class MasterWeights(Part):
         self.bits = bits
         self.resting = resting
 
+    @speaking("master_weights.init")
     def init_state(self, params: Tree, rest: Rest) -> MasterWeightsState:
         """No error yet, and the inner state for float32 parameters."""
         leaves, treedef = _optree.flatten(params)
-        fits.params("master_weights.init", _optree.names(treedef), leaves)
+        fits.params(_optree.names(treedef), leaves)
         codes = [self._no_error(p) for p in leaves]
         masters = [master_of(p, c) for p, c in zip(leaves, codes, strict=True)]
         return MasterWeightsState(
@@ -58,18 +60,18 @@ class MasterWeights(Part):
         kept = _rest(codes, spec)
         return kept if self.resting is None else self.resting.place(kept)
 
+    @speaking("master_weights.update")
     def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         """The inner update of the masters; returned is the step from each parameter to its new value."""
-        speaker = "master_weights.update"
         if params is None:
-            raise ValueError(f"{speaker}: params are needed; call update(updates, state, params)")
-        fits.state_class(speaker, state, MasterWeightsState)
+            raise WrongValue("params are needed; call update(updates, state, params)")
+        fits.state_class(state, MasterWeightsState)
         leaves, treedef = _optree.flatten(params)
         paths = _optree.names(treedef)
-        us = fits.same_structure(speaker, "updates", treedef, updates)
-        fits.updates(speaker, paths, us, leaves)
-        codes = fits.same_structure(speaker, "state.error", treedef, state.error)
-        self.check_codes(speaker, paths, leaves, codes)
+        us = fits.same_structure("updates", treedef, updates)
+        fits.updates(paths, us, leaves)
+        codes = fits.same_structure("state.error", treedef, state.error)
+        self.check_codes(paths, leaves, codes)
         us = [wide(u, p) for u, p in zip(us, leaves, strict=True)]
         masters = [master_of(p, c) for p, c in zip(leaves, codes, strict=True)]
         new, inner_state = call_update(
@@ -79,8 +81,8 @@ class MasterWeights(Part):
             _optree.unflatten(treedef, masters),
             extra,
         )
-        new_us = fits.same_structure(speaker, "the inner updates", treedef, new)
-        fits.updates(speaker, paths, new_us, leaves)
+        new_us = fits.same_structure("the inner updates", treedef, new)
+        fits.updates(paths, new_us, leaves)
         stepped = [self._step(*each) for each in zip(leaves, masters, codes, new_us, strict=True)]
         return _optree.unflatten(treedef, [u for u, _ in stepped]), MasterWeightsState(
             _optree.unflatten(treedef, [c for _, c in stepped]), inner_state
@@ -95,33 +97,31 @@ class MasterWeights(Part):
         update, new_codes = step_to(local_of(p), new_p, new_codes)
         return wrap(update, spec), self._rest(new_codes, spec)
 
-    def check_codes(self, speaker: str, paths: Sequence[str], params: Sequence[Tensor], codes: Sequence[Any]) -> None:
+    def check_codes(self, paths: Sequence[str], params: Sequence[Tensor], codes: Sequence[Any]) -> None:
         """Refuse the codes of other parameters, or of another number of bits."""
         for path, p, c in zip(paths, params, codes, strict=True):
-            self._check_code(speaker, path, p, c)
+            self._check_code(path, p, c)
 
-    def _check_code(self, speaker: str, path: str, p: Tensor, codes: Any) -> None:
+    def _check_code(self, path: str, p: Tensor, codes: Any) -> None:
         whole = tuple(p.shape) if self.bits == 8 else (*p.shape, 2)
         expected = (torch.int8, whole) if p.dtype in HALF_DTYPES else None
         got = (codes.dtype, tuple(codes.shape)) if isinstance(codes, Tensor) else None
         if got != expected:
             words = ["none" if x is None else f"{x[0]} of shape {x[1]}" for x in (expected, got)]
-            raise ValueError(
-                f"{speaker}: state.error[{path!r}] must be {words[0]} for a {p.dtype} parameter, got {words[1]}; the "
-                "state was made for other parameters or another number of bits"
+            rule = f"must be {words[0]} for a {p.dtype} parameter, got {words[1]}"
+            raise WrongValue.at(
+                "state.error", path, f"{rule}; the state was made for other parameters or another number of bits"
             )
-        if isinstance(codes, Tensor):
-            fits.sharding(speaker, f"state.error[{path!r}]", p, codes)
-        if isinstance(codes, Tensor) and self.resting is not None and p.device.type != "meta":
+        if not isinstance(codes, Tensor):
+            return
+        fits.sharding("state.error", path, p, codes)
+        if self.resting is not None and p.device.type != "meta":
             if codes.device.type != "cpu":
-                raise fits.not_on_cpu(speaker, "error", path, codes.device)
-        elif isinstance(codes, Tensor) and codes.device != p.device:
-            raise ValueError(
-                f"{speaker}: state.error[{path!r}] is on {codes.device}, but its parameter is on {p.device}; make the "
-                "state with init(params) after the parameters are moved"
-            )
-        if isinstance(codes, Tensor) and not local_of(codes).is_contiguous():
-            raise ValueError(f"{speaker}: state.error[{path!r}] must be contiguous, as init makes it; copy it")
+                raise fits.not_on_cpu("state.error", path, codes.device)
+        elif codes.device != p.device:
+            raise fits.not_beside("state.error", path, codes.device, p)
+        if not local_of(codes).is_contiguous():
+            raise WrongValue.at("state.error", path, "must be contiguous, as init makes it; copy it")
 
 
 def master_of(p: Tensor, codes: Any) -> Tensor:

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from typing import Any
 
 from functional_lowbit._core.contract.base import call_update
+from functional_lowbit._core.refused import speaking
 from functional_lowbit._core.state.like_params import like_params
 from functional_lowbit._core.state.parts import Composite
 from functional_lowbit._optree import Tree
@@ -47,7 +48,8 @@ class Observing(Composite):
         """The inner update, looked at before or not."""
         inner_state = self.split(state)[0]
         if self.wants(state):
-            seen = updates if params is None else like_params(f"{type(self).__name__}.update", updates, params)
+            with speaking(f"{type(self).__name__}.update"):
+                seen = updates if params is None else like_params(updates, params)
             state = self.observe(seen, state, params, extra)
         else:
             state = self.pass_by(state)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from functional_lowbit import _optree, formats
+from functional_lowbit._core.refused import WrongType, WrongValue, speaking
 from functional_lowbit.formats import Format
 from functional_lowbit.formats._grid import Grid, grid_of, lead_of
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
@@ -183,6 +184,7 @@ class QuantizedTensor:
         return f"QuantizedTensor({self.format.name}, shape={self.shape}, block_size={self.block_size})"
 
 
+@speaking("quantize")
 def quantize(x: Tensor, format: str | Format, *, signed: bool = True, block_size: int | None = None) -> QuantizedTensor:
     """Store a tensor in few bits.
 
@@ -210,8 +212,8 @@ def quantize(x: Tensor, format: str | Format, *, signed: bool = True, block_size
     format = formats.get(format)
     if not isinstance(x, Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"quantize: x must be a floating-point tensor, got {kind}")
-    block_size = check_block_size("quantize", format.block_size if block_size is None else block_size)
+        raise WrongType(f"x must be a floating-point tensor, got {kind}")
+    block_size = check_block_size(format.block_size if block_size is None else block_size)
     layout = Layout(format, signed, tuple(x.shape), block_size, ShardSpec.of(x))
     return encode(local_of(x), layout)
 
@@ -234,8 +236,8 @@ def zeros(layout: Layout, device: torch.device) -> QuantizedTensor:
     return layout.store(codes, scales)
 
 
-def check_block_size(speaker: str, block_size: Any) -> int:
-    """A block size that is an int of at least 1."""
+def check_block_size(block_size: Any) -> int:
+    """A block size, if it is an int of at least 1."""
     if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
-        raise ValueError(f"{speaker}: block_size must be an int of at least 1, got {block_size!r}")
+        raise WrongValue(f"block_size must be an int of at least 1, got {block_size!r}")
     return block_size

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from functional_lowbit._core.contract.base import Statistic
+from functional_lowbit._core.refused import WrongValue
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
 from functional_lowbit.sharding._collectives import reduced
 
@@ -17,9 +18,7 @@ def spec_of(statistic: Statistic, leaf: Tensor) -> tuple[tuple[int, ...], ShardS
     return tuple(1 if d in dims else n for d, n in enumerate(leaf.shape)), None if spec is None else reduced(spec, dims)
 
 
-def first(
-    speaker: str, field: str, path: str, statistic: Statistic, leaf: Tensor, value: Callable[[], Tensor] | None
-) -> Tensor:
+def first(field: str, path: str, statistic: Statistic, leaf: Tensor, value: Callable[[], Tensor] | None) -> Tensor:
     """A new statistic: zeros, or this rank's part as `init` made it.
 
     Raises:
@@ -31,14 +30,15 @@ def first(
         return wrap(torch.zeros(local_shape, dtype=torch.float32, device=local_of(leaf).device), spec)
     made = value().detach().to(torch.float32, copy=True)
     if tuple(made.shape) != local_shape:
-        raise ValueError(
-            f"{speaker}: init returned {field!r} of shape {tuple(made.shape)} for {path!r}, but the statistic's shape "
-            f"is {local_shape}"
+        raise WrongValue(
+            f"init returned {field!r} of shape {tuple(made.shape)} for {path!r}, but the statistic's shape is "
+            f"{local_shape}",
+            path,
         )
     return wrap(made, spec)
 
 
-def check(speaker: str, field: str, path: str, statistic: Statistic, leaf: Tensor, value: object) -> None:
+def check(field: str, path: str, statistic: Statistic, leaf: Tensor, value: object) -> None:
     """Refuse the statistic of another leaf.
 
     Raises:
@@ -54,7 +54,7 @@ def check(speaker: str, field: str, path: str, statistic: Statistic, leaf: Tenso
     if got == expected and spec is not None and spec.mesh != ShardSpec.of(value).mesh:  # type: ignore[union-attr]
         got, expected = f"{got} on {ShardSpec.of(value).mesh}", f"{expected} on {spec.mesh}"  # type: ignore[union-attr]
     if got != expected:
-        raise ValueError(
-            f"{speaker}: state.{field}[{path!r}] must be a statistic, {expected}, got {got}; make the state with "
-            "init(params) after the parameters are sharded"
+        rule = f"must be a statistic, {expected}, got {got}"
+        raise WrongValue.at(
+            f"state.{field}", path, f"{rule}; make the state with init(params) after the parameters are sharded"
         )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_lowbit import _optree, rounding as _rounding
+from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.like_params import as_sharded
 from functional_lowbit._optree import Tree
@@ -15,6 +16,7 @@ from functional_lowbit.sharding._index import global_index
 ROUNDINGS = ("nearest", "stochastic")
 
 
+@speaking("apply_updates")
 def apply_updates(params: Tree, updates: Tree, *, rounding: str = "nearest", key: int | Tensor | None = None) -> Tree:
     """Add updates to parameters: new params, each with its own dtype.
 
@@ -44,24 +46,24 @@ def apply_updates(params: Tree, updates: Tree, *, rounding: str = "nearest", key
         tensor(1.0011, dtype=torch.float64)
     """
     if rounding not in ROUNDINGS:
-        raise ValueError(f"apply_updates: rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+        raise WrongValue(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
     if rounding == "stochastic" and key is None:
-        raise ValueError(
-            "apply_updates: rounding='stochastic' needs a key, an int or a 0-d int64 tensor that is another one at "
-            "each step: key=fl.rounding.fold_in(seed, step)"
+        raise WrongValue(
+            "rounding='stochastic' needs a key, an int or a 0-d int64 tensor that is another one at each step: "
+            "key=fl.rounding.fold_in(seed, step)"
         )
     leaves, treedef = _optree.flatten(params)
     paths = _optree.names(treedef)
-    fits.params("apply_updates", paths, leaves)
-    us = fits.same_structure("apply_updates", "updates", treedef, updates)
-    fits.updates("apply_updates", paths, us, leaves)
+    fits.params(paths, leaves)
+    us = fits.same_structure("updates", treedef, updates)
+    fits.updates(paths, us, leaves)
     keys = _keys(key, paths) if rounding == "stochastic" else [None] * len(paths)
     return _optree.unflatten(treedef, [_add(p, u, k) for p, u, k in zip(leaves, us, keys, strict=True)])
 
 
 def _keys(key: int | Tensor | None, paths: Sequence[str]) -> Sequence[Tensor]:
     """One key a leaf."""
-    return _rounding.leaf_keys(_rounding.check_key("apply_updates", key), paths).unbind()
+    return _rounding.leaf_keys(_rounding.check_key(key), paths).unbind()
 
 
 def _add(p: Tensor, u: Tensor | None, key: Tensor | None) -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from functional_lowbit import _optree
+from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.donate import storages
 from functional_lowbit._core.state.masters import MasterWeights, MasterWeightsState
@@ -15,9 +16,8 @@ from functional_lowbit._core.step.run import Run
 from functional_lowbit._optree import Tree
 from functional_lowbit.sharding import ShardSpec, local_of
 
-SPEAKER = "compile(tx)"
 
-
+@speaking("compile(tx)")
 def begin(
     program: Program,
     master: MasterWeights | None,
@@ -49,18 +49,18 @@ def begin(
     """
     leaves, treedef = _optree.flatten(params)
     paths = _optree.names(treedef)
-    fits.params(SPEAKER, paths, leaves)
-    updates = fits.same_structure(SPEAKER, "grads", treedef, grads)
-    fits.updates(SPEAKER, paths, updates, leaves)
+    fits.params(paths, leaves)
+    updates = fits.same_structure("grads", treedef, grads)
+    fits.updates(paths, updates, leaves)
     codes: list[Any] = [None] * len(leaves)
     inner = state
     if master is not None:
-        fits.state_class(SPEAKER, state, MasterWeightsState)
-        codes = fits.same_structure(SPEAKER, "state.error", treedef, state.error)
-        master.check_codes(SPEAKER, paths, leaves, codes)
+        fits.state_class(state, MasterWeightsState)
+        codes = fits.same_structure("state.error", treedef, state.error)
+        master.check_codes(paths, leaves, codes)
         inner = state.inner_state
     moved: list[Any] = []
-    program = at(program, inner, SPEAKER, moved)
+    program = at(program, inner, moved)
     ops, states, active = list(program.ops()), list(program.states(inner)), list(program.active(params, treedef))
     hypers: list[Any] = []
     moments: list[list[tuple[Any, ...]]] = []
@@ -73,11 +73,11 @@ def begin(
             hypers.append(None)
     locals_ = [local_of(p) for p in leaves]
     if donate:
-        fits.apart(SPEAKER, paths, locals_)
+        fits.apart(paths, locals_)
         if any(isinstance(op, OpaqueOp) for op in ops) and not storages(inner).isdisjoint(storages(locals_)):
-            raise ValueError(
-                f"{SPEAKER}: the state shares memory with the parameters, which are donated; copy them in init, or "
-                "compile with donate=False"
+            raise WrongValue(
+                "the state shares memory with the parameters, which are donated; copy them in init, or compile with "
+                "donate=False"
             )
     if noise is not None:
         noise.begin(inner, paths)
@@ -114,20 +114,21 @@ def _moments(
 ) -> list[tuple[Any, ...]]:
     """Each leaf's moments, in the rule's order."""
     rule = op.rule
-    fits.state_class(SPEAKER, state, rule.state_class)
+    fits.state_class(state, rule.state_class)
     fields = []
     for name in rule.moments:
-        values = fits.same_structure(SPEAKER, f"state.{name}", treedef, getattr(state, name))
+        values = fits.same_structure(f"state.{name}", treedef, getattr(state, name))
         for path, leaf, value, is_seen in zip(paths, leaves, values, seen, strict=True):
             if is_seen:
-                fits.moment_shape(SPEAKER, name, path, leaf, value, op.behind.resting is not None)
+                fits.moment_shape(name, path, leaf, value, op.behind.resting is not None)
         fields.append(values)
     moments = list(zip(*fields, strict=True)) if fields else [()] * len(leaves)
     for path, each in zip(paths, moments, strict=True):
         sizes = {m.block_size for m in each if isinstance(m, QuantizedTensor) and m.format.scaled}
         if len(sizes) > 1:
-            raise ValueError(
-                f"{SPEAKER}: the moments of {rule.name} at {path!r} have block sizes "
-                f"{' and '.join(map(str, sorted(sizes)))}; give the low_bits around it one block_size"
+            raise WrongValue(
+                f"the moments of {rule.name} at {path!r} have block sizes {' and '.join(map(str, sorted(sizes)))}; "
+                "give the low_bits around it one block_size",
+                path,
             )
     return moments

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation
+from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.step.apply import ROUNDINGS
 from functional_lowbit._core.step.noise import Noise
 from functional_lowbit._core.step.step import Step
 
 
+@speaking("compile")
 def compile(
     tx: GradientTransformation,
     *,
@@ -60,11 +62,11 @@ def compile(
         >>> params
         {'w': tensor([0.5000, 0.5000])}
     """
-    refuse.transformation("compile", "tx", tx)
+    refuse.transformation("tx", tx)
     if rounding not in ROUNDINGS:
-        raise ValueError(f"compile: rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+        raise WrongValue(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
     if rounding == "nearest":
         return Step(tx, donate, backend, None)
     if key is None:
-        raise ValueError("compile: rounding='stochastic' needs a key, an int or a 0-d int64 tensor")
+        raise WrongValue("rounding='stochastic' needs a key, an int or a 0-d int64 tensor")
     return Step(tx, donate, backend, Noise(key))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_lowbit import _optree, rounding
+from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit.formats._grid import Grid, grid_of
 from functional_lowbit.sharding import ShardSpec
 from functional_lowbit.sharding._index import global_index
@@ -25,17 +26,19 @@ class Start(NamedTuple):
 class Noise:
     """The noise of a step: `words(i)` for leaf i, after `begin`."""
 
+    @speaking("compile")
     def __init__(self, key: int | Tensor):
-        self._key = rounding.check_key("compile", key)
+        self._key = rounding.check_key(key)
         self._starts: dict[tuple[Any, ...], Start | None] = {}
 
+    @speaking("compile")
     def begin(self, state: Any, paths: Sequence[str]) -> None:
         """Make this step's keys: the key given, with the state's step and each leaf's path folded in."""
         step = _first_step(state)
         if step is None:
-            raise ValueError(
-                "compile: rounding='stochastic' needs a state that counts steps, so that each has noise of its own; "
-                "put a transformation with a step into the chain, for instance scale_by_schedule"
+            raise WrongValue(
+                "rounding='stochastic' needs a state that counts steps, so that each has noise of its own; put a "
+                "transformation with a step into the chain, for instance scale_by_schedule"
             )
         self.keys = rounding.leaf_keys(rounding.fold_in(self._key, step.to("cpu")), paths)
         low, high, _ = rounding.words(self.keys, torch.zeros((), dtype=torch.int64, device="cpu"))

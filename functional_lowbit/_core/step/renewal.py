@@ -12,11 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from functional_lowbit._core.leafwise.update import Leafwise
+from functional_lowbit._core.refused import WrongValue
 from functional_lowbit._core.state.parts import Composite, Part
 from functional_lowbit._core.step.program import OpaqueOp, Program, RenewOp
 
 
-def renewed(program: Program, update: Any, speaker: str) -> Program:
+def renewed(program: Program, update: Any) -> Program:
     """The program of `update`, with the leaf functions of the old one where they are the same.
 
     A leaf function that holds another number than before is another one: it is compiled anew.
@@ -24,7 +25,6 @@ def renewed(program: Program, update: Any, speaker: str) -> Program:
     Args:
         program: Of the transformation that was lowered.
         update: The update function of the one that takes its place.
-        speaker: Who speaks in errors.
 
     Raises:
         ValueError: if `update` is not built like the old one.
@@ -32,15 +32,15 @@ def renewed(program: Program, update: Any, speaker: str) -> Program:
     old, own = program.update, program.own
     if old is update:
         return program
-    _compare_parts(old, update, speaker)
+    _compare_parts(old, update)
     if isinstance(old, Leafwise):
-        update = _with_old_function(old, update, speaker, not isinstance(own, OpaqueOp))
+        update = _with_old_function(old, update, not isinstance(own, OpaqueOp))
     if isinstance(own, OpaqueOp):
-        compare(old, update, speaker)
+        compare(old, update)
     if own is not None:
         own = replace(own, **{name: update for name in ("rule", "part", "update") if name in own.__dataclass_fields__})
     inside = update.inner if program.inner else ()  # an opaque one's stays closed
-    inner = tuple(renewed(p, tx.update, speaker) for p, tx in zip(program.inner, inside, strict=True))
+    inner = tuple(renewed(p, tx.update) for p, tx in zip(program.inner, inside, strict=True))
     return Program(update, own, inner)
 
 
@@ -49,13 +49,12 @@ def renews(program: Program) -> bool:
     return any(isinstance(op, RenewOp) for op in program.ops())
 
 
-def at(program: Program, state: Any, speaker: str, moved: list[Any]) -> Program:
+def at(program: Program, state: Any, moved: list[Any]) -> Program:
     """The program with this step's numbers, where transformations are made of numbers in the state.
 
     Args:
         program: As it was at the last step.
         state: Of this step.
-        speaker: Who speaks in errors.
         moved: Takes the new state of each `RenewOp`, in order.
 
     Raises:
@@ -71,21 +70,21 @@ def at(program: Program, state: Any, speaker: str, moved: list[Any]) -> Program:
         if numbers != program.numbers:
             # Copies: the program stays for as long as the numbers do, whatever becomes of the state's tensors.
             made = update.make({name: x.detach().clone() for name, x in now.items()})
-            inner = (renewed(inner[0], made.update, speaker),)
-    inner = tuple(at(p, s, speaker, moved) for p, s in zip(inner, update.split(state), strict=True))
+            inner = (renewed(inner[0], made.update),)
+    inner = tuple(at(p, s, moved) for p, s in zip(inner, update.split(state), strict=True))
     return Program(update, program.own, inner, numbers)
 
 
-def compare(old: Any, new: Any, speaker: str) -> None:
+def compare(old: Any, new: Any) -> None:
     """Refuse an update function whose states are not those of the old one, inner ones included."""
-    _compare_parts(old, new, speaker)
+    _compare_parts(old, new)
     if isinstance(old, Composite):
         for a, b in zip(old.inner, new.inner, strict=True):
             if a.update is not b.update:
-                compare(a.update, b.update, speaker)
+                compare(a.update, b.update)
 
 
-def _compare_parts(old: Any, new: Any, speaker: str) -> None:
+def _compare_parts(old: Any, new: Any) -> None:
     """Refuse a part whose state is not that of the old one."""
     what = ""
     if type(old) is not type(new):
@@ -98,9 +97,9 @@ def _compare_parts(old: Any, new: Any, speaker: str) -> None:
     elif isinstance(old, Composite) and len(old.inner) != len(new.inner):
         what = f"{_name(old)} had {len(old.inner)} parts and has {len(new.inner)}"
     if what:
-        raise ValueError(
-            f"{speaker}: the transformation that the function makes must not change its structure with its "
-            f"hyperparameters, but {what}; make another one for that"
+        raise WrongValue(
+            "the transformation that the function makes must not change its structure with its hyperparameters, but "
+            f"{what}; make another one for that"
         )
 
 
@@ -108,7 +107,7 @@ def _name(update: Any) -> str:
     return update.name if isinstance(update, Leafwise) else type(update).__name__
 
 
-def _with_old_function(old: Leafwise, new: Leafwise, speaker: str, is_fused: bool) -> Leafwise:
+def _with_old_function(old: Leafwise, new: Leafwise, is_fused: bool) -> Leafwise:
     """The new rule, with the old one's leaf function if that is the same."""
     if new.update_leaf is old.update_leaf:
         return new
@@ -116,8 +115,8 @@ def _with_old_function(old: Leafwise, new: Leafwise, speaker: str, is_fused: boo
         # Watched once for each shape, also if the rule is made anew at each step.
         return replace(new, update_leaf=old.update_leaf, _watched=old._watched)
     if is_fused and not new.check_declaration():
-        raise ValueError(
-            f"{speaker}: the leaf function of {new.name} cannot be tried by itself any more, as it could with other "
+        raise WrongValue(
+            f"the leaf function of {new.name} cannot be tried by itself any more, as it could with other "
             "hyperparameters; declare it with elementwise=False"
         )
     return new

@@ -7,6 +7,7 @@ import torch
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import interrupted, refuse
 from functional_lowbit._core.contract.base import GradientTransformation, call_update
+from functional_lowbit._core.refused import speaking
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.donate import apart, copy_leaf, into_old, storages
 from functional_lowbit._core.state.masters import MasterWeights
@@ -41,6 +42,7 @@ class Step:
         """Graphs compiled so far for the kernels that this step uses. It stays the same after the first step."""
         return sum(kernel.graphs for kernel in self._used.values())
 
+    @speaking("Step.renew")
     def renew(self, tx: GradientTransformation) -> None:
         """Go on with a transformation that was made anew, by the same function with other numbers.
 
@@ -59,12 +61,12 @@ class Step:
             >>> step({"w": torch.ones(2)}, state, params)[0]
             {'w': tensor([0.7500, 0.7500])}
         """
-        refuse.transformation("Step.renew", "tx", tx)
+        refuse.transformation("tx", tx)
         master, update = self._master, tx.update
         if master is not None:
-            compare(master, update, "Step.renew")
+            compare(master, update)
             master, update = _unwrap_master(update)
-        self._program, self._master = renewed(self._program, update, "Step.renew"), master
+        self._program, self._master = renewed(self._program, update), master
 
     @torch.no_grad()
     def __call__(self, grads: Tree, state: Any, params: Tree, **extra: Any) -> tuple[Tree, Any]:
@@ -182,8 +184,9 @@ def _call_opaque(run: Run, op: OpaqueOp, state: Any) -> Any:
     updates, new_state = call_update(op.update, run.update_tree(), state, run.param_tree(), run.extra)
     # What comes back may be a part of the old state or of the parameters, which are written to from here on.
     written = storages(state) | storages(run.params)
-    us = fits.same_structure("compile(tx)", "updates", run.treedef, updates)
-    fits.updates("compile(tx)", _optree.names(run.treedef), us, run.params)
+    with speaking("compile(tx)"):
+        us = fits.same_structure("updates", run.treedef, updates)
+        fits.updates(_optree.names(run.treedef), us, run.params)
     run.written = True
     run.take([apart(u, written) for u in us])
     return into_old(new_state, state, written)
