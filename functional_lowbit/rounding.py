@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_lowbit._core.refused import WrongType, WrongValue, speaking
+from functional_lowbit._core import refused
 
 GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio; splitmix64's increment
 SIGN, MAGNITUDE = -0x80000000, 0x7FFFFFFF  # of a float32's bits
@@ -30,7 +30,7 @@ class Words(NamedTuple):
     counter: Tensor  # lower 31 bits of the element's index
 
 
-@speaking("fold_in")
+@refused.speaking("fold_in")
 def fold_in(key: int | Tensor, data: int | Tensor) -> Tensor:
     """A new key from a key and a number; another one for every other number.
 
@@ -55,7 +55,7 @@ def fold_in(key: int | Tensor, data: int | Tensor) -> Tensor:
     mixed = _mix64(check_key(key) + GOLDEN)
     if isinstance(data, Tensor):
         if data.dtype != torch.int64:
-            raise WrongType(f"data must be an int or an int64 tensor, got {data.dtype}")
+            raise refused.WrongType(f"data must be an int or an int64 tensor, got {data.dtype}")
         return _mix64(mixed.to(data.device) ^ data)
     return _mix64(mixed ^ _int64("data", data))
 
@@ -182,7 +182,7 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
     if dtype not in (torch.bfloat16, torch.float16):
         return x.to(dtype)
     if x.dtype != torch.float32:
-        raise WrongType(f"x must be float32, got {x.dtype}", speaker="stochastic_round")
+        raise refused.WrongType(f"x must be float32, got {x.dtype}", speaker="stochastic_round")
     raw = x.view(torch.int32)
     rounded = _to_bfloat16(raw, noise) if dtype == torch.bfloat16 else _to_float16(raw, noise)
     return (rounded | (raw & SIGN)).view(torch.float32).to(dtype)
@@ -211,7 +211,9 @@ def check_key(key: Any) -> Tensor:
     """A key as int64[]; what is none is refused."""
     if isinstance(key, Tensor):
         if key.dtype != torch.int64 or key.ndim != 0:
-            raise WrongValue(f"key must be an int or a 0-d int64 tensor, got {key.dtype} of shape {tuple(key.shape)}")
+            raise refused.WrongValue(
+                f"key must be an int or a 0-d int64 tensor, got {key.dtype} of shape {tuple(key.shape)}"
+            )
         return key
     return torch.tensor(_int64("key", key), dtype=torch.int64, device="cpu")
 
@@ -219,9 +221,9 @@ def check_key(key: Any) -> Tensor:
 def _int64(what: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         kind = "a 0-d int64 tensor" if what == "key" else "an int64 tensor"
-        raise WrongType(f"{what} must be an int or {kind}, got {type(value).__name__}")
+        raise refused.WrongType(f"{what} must be an int or {kind}, got {type(value).__name__}")
     if not -(2**63) <= value < 2**63:
-        raise WrongValue(f"{what} must fit in 64 bits, got {value}")
+        raise refused.WrongValue(f"{what} must fit in 64 bits, got {value}")
     return value
 
 

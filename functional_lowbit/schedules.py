@@ -10,12 +10,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from functional_lowbit._core import refused
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import Schedule
-from functional_lowbit._core.refused import WrongValue, speaking
 
 
-@speaking("constant_schedule")
+@refused.speaking("constant_schedule")
 def constant_schedule(value: float) -> Schedule:
     """The same value at every step.
 
@@ -34,7 +34,7 @@ def constant_schedule(value: float) -> Schedule:
     return lambda step: torch.full_like(_as_float(step), value)
 
 
-@speaking("linear_schedule")
+@refused.speaking("linear_schedule")
 def linear_schedule(init_value: float, end_value: float, transition_steps: int, transition_begin: int = 0) -> Schedule:
     """A straight line from one value to another, and constant before and after.
 
@@ -66,7 +66,7 @@ def linear_schedule(init_value: float, end_value: float, transition_steps: int, 
     return schedule
 
 
-@speaking("cosine_decay_schedule")
+@refused.speaking("cosine_decay_schedule")
 def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0) -> Schedule:
     """Half a cosine from a value down to a fraction of it, and constant after.
 
@@ -98,7 +98,7 @@ def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.
     return schedule
 
 
-@speaking("warmup_cosine_decay_schedule")
+@refused.speaking("warmup_cosine_decay_schedule")
 def warmup_cosine_decay_schedule(
     init_value: float,
     peak_value: float,
@@ -144,7 +144,7 @@ def warmup_cosine_decay_schedule(
     return join_schedules([linear_schedule(init_value, peak_value, warmup_steps), down], [warmup_steps])
 
 
-@speaking("join_schedules")
+@refused.speaking("join_schedules")
 def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """One schedule after the other; each counts from its own beginning.
 
@@ -165,9 +165,11 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
         tensor(0.5000, dtype=torch.float64)
     """
     if len(schedules) != len(boundaries) + 1:
-        raise WrongValue(f"schedules must be one more than boundaries, got {len(schedules)} and {len(boundaries)}")
+        raise refused.WrongValue(
+            f"schedules must be one more than boundaries, got {len(schedules)} and {len(boundaries)}"
+        )
     if any(a >= b for a, b in pairwise(boundaries)):
-        raise WrongValue(f"boundaries must rise, got {list(boundaries)}")
+        raise refused.WrongValue(f"boundaries must rise, got {list(boundaries)}")
 
     def schedule(step: Tensor) -> Tensor:
         value = _as_float(schedules[0](step))
@@ -186,7 +188,7 @@ def _as_float(step: Tensor | float) -> Tensor:
 
 def _check_steps(name: str, value: int, at_least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise WrongValue(f"{name} must be an int of at least {at_least}, got {value!r}")
+        raise refused.WrongValue(f"{name} must be an int of at least {at_least}, got {value!r}")
 
 
 def _check_values(**values: float) -> None:

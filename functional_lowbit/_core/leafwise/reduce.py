@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from functional_lowbit import sharding
+from functional_lowbit._core import refused
 from functional_lowbit._core.leafwise import current, exact_sum, norm as norms
-from functional_lowbit._core.refused import WrongType, WrongValue
 from functional_lowbit.sharding import _collectives
 
 Dims: TypeAlias = int | Sequence[int] | None
@@ -149,11 +149,11 @@ def _once(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 def _spec(name: str, x: Any, leaf: current.Leaf | None) -> sharding.ShardSpec | None:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise WrongType(f"x must be a floating-point tensor, got {kind}", speaker=f"reduce.{name}")
+        raise refused.WrongType(f"x must be a floating-point tensor, got {kind}", speaker=f"reduce.{name}")
     if leaf is None:
         return sharding.ShardSpec.of(x)
     if tuple(x.shape) != leaf.shape:
-        raise WrongValue(
+        raise refused.WrongValue(
             f"x must have the shape of this rank's part of the leaf at {leaf.path!r}, {leaf.shape}, got "
             f"{tuple(x.shape)}; reduce g, p, or what is made of them element by element (expand what is smaller)",
             leaf.path,
@@ -168,7 +168,7 @@ def _dims(name: str, x: Tensor, dim: Dims) -> tuple[int, ...]:
         return tuple(range(x.ndim))
     given = (dim,) if isinstance(dim, int) else tuple(dim)
     if not given or any(not -x.ndim <= d < x.ndim for d in given) or len({d % x.ndim for d in given}) < len(given):
-        raise WrongValue(
+        raise refused.WrongValue(
             f"dim must name one or several different dimensions of a tensor of {x.ndim}, got {dim!r}; None stands for "
             "all",
             speaker=f"reduce.{name}",

@@ -7,7 +7,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from functional_lowbit._core.refused import NotInstalled, WrongType, WrongValue, speaking
+from functional_lowbit._core import refused
 from functional_lowbit._core.report.error_table import ErrorReport
 from functional_lowbit._core.report.errors import UPDATE
 from functional_lowbit._core.report.recorded import recorded_quantization_error
@@ -20,7 +20,7 @@ Series = dict[str, list[float]]
 """Path of a leaf to its error at each step, in percent; NaN where it was not looked at."""
 
 
-@speaking("plot.quantization_error")
+@refused.speaking("plot.quantization_error")
 def quantization_error(history: Any, path: str | os.PathLike[str]) -> Path:
     """Draw how far rounding moves each leaf's moments and its update.
 
@@ -51,7 +51,7 @@ def quantization_error(history: Any, path: str | os.PathLike[str]) -> Path:
     reports = _reports(history)
     kinds = list(dict.fromkeys(row.what for report in reports for row in report.rows if _is_stored(row)))
     if not kinds:
-        raise WrongValue(
+        raise refused.WrongValue(
             "history has no errors of moments in few bits; record some steps with "
             "fl.record_quantization_error(low_bit(tx)) first"
         )
@@ -59,7 +59,7 @@ def quantization_error(history: Any, path: str | os.PathLike[str]) -> Path:
     try:
         figures = import_module("matplotlib.figure")
     except ImportError as error:
-        raise NotInstalled("needs the package matplotlib; pip install 'functional-lowbit[demo]'") from error
+        raise refused.NotInstalled("needs the package matplotlib; pip install 'functional-lowbit[demo]'") from error
     figure = _over_steps(figures, reports, kinds) if len(reports) > 1 else _of_one(figures, reports[0], kinds)
     figure.savefig(path, dpi=150)
     return Path(path)
@@ -72,14 +72,14 @@ def _reports(history: Any) -> list[ErrorReport]:
         steps = [report.step for report in history if report.step is not None]
         twice = next((s for s in steps if steps.count(s) > 1), None)
         if twice is not None:
-            raise WrongValue(
+            raise refused.WrongValue(
                 f"history has two reports of step {twice}; keep one for each look, where report.step has changed"
             )
         return [report for report in history if report.rows]
     try:
         return [recorded_quantization_error(history)]
     except ValueError as error:
-        raise WrongType(
+        raise refused.WrongType(
             "history must be reports of recorded_quantization_error, or a state with a QuantizationErrorState inside, "
             f"got {type(history).__name__}"
         ) from error
