@@ -5,6 +5,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from functional_lowbit._core.refused import kind_of
+
 T = TypeVar("T")
 KINDS = {kind.__name__: kind for kind in (ValueError, TypeError, OSError, FileNotFoundError, RuntimeError)}
 
@@ -70,7 +72,7 @@ def same(speaker: str, what: str, value: Any, group: Any = None) -> None:
 
 
 def _kind(error: Exception) -> str:
-    return next(name for name in (type(error).__name__, "OSError", "ValueError", "RuntimeError") if _fits(error, name))
+    return next(name for name in (kind_of(error), "OSError", "ValueError", "RuntimeError") if _fits(error, name))
 
 
 def _fits(error: Exception, name: str) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save as save_on_ranks
 from torch.distributed.tensor import DTensor
 
+from functional_lowbit._core.refused import kind_of
 from functional_lowbit.checkpoint import _folder, _ranks, _schema, _state_dict
 
 _log = logging.getLogger("functional_lowbit.checkpoint")
@@ -203,7 +204,7 @@ class _Writer(FileSystemWriter):
 
 
 def _cannot_write(speaker: str, target: Path, error: BaseException, where: str) -> OSError:
-    kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+    kind = "" if isinstance(error, OSError) else f"{kind_of(error)}: "
     return OSError(
         f"{speaker}: could not write {str(target)!r}{where}: {kind}{error}; what was saved there before is untouched"
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from functional_lowbit._core.refused import kind_of
 from functional_lowbit._version import __version__
 from functional_lowbit.cli._arguments import amount, at_least_1, words
 from functional_lowbit.cli._contenders import PEERS, REFERENCE, leaves, makers, parameters, shapes, versions
@@ -81,7 +82,7 @@ def _measured(args: argparse.Namespace, names: list[str]) -> Result:
             except Exception as error:  # what another library raises is not ours to know
                 if name not in PEERS:
                     raise
-                failed[name] = f"{type(error).__name__}: {said(error)}"[:300]
+                failed[name] = f"{kind_of(error)}: {said(error)}"[:300]
             advance(3 if name in entries else 3 + args.rounds, name)
         race(entries, entries[REFERENCE], args.rounds, args.device, advance)
     params = parameters(of)

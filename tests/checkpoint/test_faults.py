@@ -20,6 +20,7 @@ from whole import bits
 from world import World
 
 import functional_lowbit as fl
+from functional_lowbit._core.refused import kind_of
 
 two = pytest.mark.parametrize("world", [2], indirect=True, ids="W={}".format)
 
@@ -42,7 +43,7 @@ def text_of(action: Callable[[], Any]) -> str:
     try:
         action()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{kind_of(error)}: {error}"
     return "no error"
 
 

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import functional_lowbit as fl
+from functional_lowbit._core.refused import kind_of
 
 JOB_SECONDS = 240  # a job may compile on a busy machine; none needs more than a tenth of this on a free one
 COLLECTIVE_SECONDS = 60  # a rank that waits for a dead one gives up
@@ -232,5 +233,5 @@ def error(function: Any, *args: Any) -> str:
     try:
         function(*args)
     except (TypeError, ValueError) as e:
-        return f"{type(e).__name__}: {e}"
+        return f"{kind_of(e)}: {e}"
     return "no error"

@@ -133,7 +133,7 @@ def test_meshes():
 
 def _dtensors(mesh, params):
     """The parameters as rank 0 of a mesh would hold them."""
-    planned = PlannedMesh("test", mesh)
+    planned = PlannedMesh(mesh)
     specs = planned.specs(list(params), list(params.values()), None)
     return dict(zip(params, on_rank(specs, list(params.values()), planned.of_rank(0)), strict=True))
 
