@@ -7,6 +7,7 @@ from torch import Tensor
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Hyper, NonNegative, Signed
 from functional_lowbit._core.leafwise.leafwise import leafwise
+from functional_lowbit._core.refused import speaking
 from functional_lowbit.formats._exact import sqrt
 from functional_lowbit.transforms._chain import chain
 from functional_lowbit.transforms._scale import scale_by_learning_rate
@@ -20,6 +21,7 @@ class ScaleByBeliefState(NamedTuple):
     nu: NonNegative  # float32, like params, >= 0; running mean of (g - mu)**2
 
 
+@speaking("scale_by_belief")
 def scale_by_belief(
     b1: Hyper = 0.9, b2: Hyper = 0.999, eps: Hyper = 1e-16, eps_root: Hyper = 1e-16, *, nesterov: bool = False
 ) -> GradientTransformation:
@@ -45,7 +47,7 @@ def scale_by_belief(
         tensor([ 1.1111, -1.1111])
     """
     for name, value, below in (("b1", b1, 1.0), ("b2", b2, 1.0), ("eps", eps, None), ("eps_root", eps_root, None)):
-        refuse.hyperparameter("scale_by_belief", name, value, 0.0, *([below] if below else []))
+        refuse.hyperparameter(name, value, 0.0, *([below] if below else []))
     return leafwise(
         _nesterov if nesterov else _belief,
         state=ScaleByBeliefState,
