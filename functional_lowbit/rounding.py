@@ -4,7 +4,7 @@ A key is an int64 number. `fold_in` makes new keys from old ones: one for each s
 element's noise is a hash of its leaf's key and of its index in the whole leaf, so that every rank, every world size,
 every device and every resumed run rounds it alike. Everything is elementwise arithmetic on integers that wrap.
 
-Imports: _core
+Imports: _refused
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_lowbit._core import refused
+from functional_lowbit import _refused as refused
 
 GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio; splitmix64's increment
 SIGN, MAGNITUDE = -0x80000000, 0x7FFFFFFF  # of a float32's bits

@@ -1,6 +1,6 @@
 """Schedules: functions of the step, counted from 0. Each takes int64[] and returns float64[] on the same device.
 
-Imports: _core, _core.contract
+Imports: _core.contract, _refused
 """
 
 import math
@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from functional_lowbit._core import refused
+from functional_lowbit import _refused as refused
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import Schedule
 

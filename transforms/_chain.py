@@ -7,9 +7,9 @@ from typing import Any
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import EmptyState, GradientTransformation, call_update
 from functional_lowbit._core.leafwise.leafwise import leafwise
-from functional_lowbit._core.refused import WrongType, WrongValue, speaking
 from functional_lowbit._core.state.parts import Composite, Rest, init_with
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongType, WrongValue, speaking
 
 
 class Chain(Composite):

@@ -8,7 +8,7 @@ from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Hyper
 from functional_lowbit._core.leafwise.leafwise import leafwise
 from functional_lowbit._core.leafwise.norm import global_norm
-from functional_lowbit._core.refused import speaking
+from functional_lowbit._refused import speaking
 
 
 @speaking("clip")

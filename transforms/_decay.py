@@ -5,7 +5,7 @@ from typing import Any
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Hyper
 from functional_lowbit._core.leafwise.leafwise import leafwise
-from functional_lowbit._core.refused import speaking
+from functional_lowbit._refused import speaking
 from functional_lowbit.transforms._masked import Mask, masked
 
 

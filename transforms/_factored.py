@@ -9,8 +9,8 @@ from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Hyper, Statistic
 from functional_lowbit._core.leafwise import reduce
 from functional_lowbit._core.leafwise.leafwise import leafwise
-from functional_lowbit._core.refused import speaking
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import speaking
 from functional_lowbit.formats._exact import sqrt
 
 

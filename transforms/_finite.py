@@ -9,10 +9,10 @@ from torch import Tensor
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, call_update
-from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.state.like_params import like_params
 from functional_lowbit._core.state.parts import Gated, Rest, init_with
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongValue, speaking
 from functional_lowbit.sharding import ShardSpec, local_of, part_of, wrap
 from functional_lowbit.sharding._collectives import sum_over_meshes
 

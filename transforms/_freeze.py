@@ -10,8 +10,8 @@ from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation
 from functional_lowbit._core.contract.per_leaf import PerLeaf
 from functional_lowbit._core.leafwise.leafwise import leafwise
-from functional_lowbit._core.refused import speaking
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import speaking
 from functional_lowbit.transforms._masked import Mask, bools, masked
 from functional_lowbit.transforms._partition import partition
 

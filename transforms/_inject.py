@@ -12,10 +12,10 @@ from torch import Tensor
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, call_update
 from functional_lowbit._core.leafwise.scalars import at_least_float32
-from functional_lowbit._core.refused import WrongType, WrongValue, speaking
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.parts import Renewing, Rest, init_with
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongType, WrongValue, speaking
 
 
 class InjectHyperparamsState(NamedTuple):

@@ -8,12 +8,12 @@ from torch import Tensor
 from functional_lowbit import _optree, formats
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Moment, call_update
-from functional_lowbit._core.refused import WrongType, WrongValue, speaking
 from functional_lowbit._core.state.moments import read_moments, store_again
 from functional_lowbit._core.state.parts import Composite, Rest, init_with, map_moments
 from functional_lowbit._core.state.quantized import Layout, QuantizedTensor, check_block_size, encode, zeros
 from functional_lowbit._core.state.resting import placed, rest_in_float32
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongType, WrongValue, speaking
 from functional_lowbit.formats import Format
 from functional_lowbit.formats._grid import grid_of
 from functional_lowbit.sharding import ShardSpec, local_of

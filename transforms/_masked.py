@@ -11,10 +11,10 @@ from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, call_update
 from functional_lowbit._core.contract.masked_node import MaskedNode
 from functional_lowbit._core.contract.per_leaf import PerLeaf
-from functional_lowbit._core.refused import WrongType, WrongValue, speaking
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.parts import Composite, Rest, init_with
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongType, WrongValue, speaking
 
 Mask: TypeAlias = Tree | Callable[[Tree], Tree] | Callable[[str, Tensor], bool]
 """A tree of bools that begins like params (a bool stands for all leaves below it), a function of params to one, or

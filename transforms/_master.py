@@ -7,10 +7,10 @@ from torch import Tensor
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation
-from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.masters import MasterWeights, MasterWeightsState, master_of
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongValue, speaking
 from functional_lowbit.formats._halves import CODE_DTYPES
 
 

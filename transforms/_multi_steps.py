@@ -10,10 +10,10 @@ from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Moment, Signed, call_update
 from functional_lowbit._core.leafwise.update import Leafwise
-from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.parts import HostGated, Rest, init_with
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongValue, speaking
 from functional_lowbit.sharding import ShardSpec, part_of, wrap
 
 EveryK: TypeAlias = int | Callable[[Tensor], int | Tensor]

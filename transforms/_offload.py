@@ -10,12 +10,12 @@ from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, call_update
 from functional_lowbit._core.leafwise.update import Leafwise
-from functional_lowbit._core.refused import WrongType, WrongValue, speaking
 from functional_lowbit._core.state import fits, lanes as lanes_
 from functional_lowbit._core.state.masters import MasterWeights
 from functional_lowbit._core.state.parts import Composite, Rest, init_with, map_moments
 from functional_lowbit._core.state.resting import pinned, placing
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongType, WrongValue, speaking
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
 from functional_lowbit.transforms._chain import Chain
 from functional_lowbit.transforms._low_bit import LowBit

@@ -9,8 +9,8 @@ from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Hyper, Signed
 from functional_lowbit._core.leafwise.leafwise import leafwise
-from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongValue, speaking
 from functional_lowbit.transforms._chain import chain
 from functional_lowbit.transforms._masked import masked
 

@@ -10,9 +10,9 @@ from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation
 from functional_lowbit._core.contract.per_leaf import PerLeaf
-from functional_lowbit._core.refused import WrongType, WrongValue, speaking
 from functional_lowbit._core.state.parts import Composite, Rest, init_with
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongType, WrongValue, speaking
 from functional_lowbit.transforms._masked import Masked
 
 Labels: TypeAlias = Tree | Callable[[Tree], Tree] | Callable[[str, Tensor], Hashable]

@@ -10,7 +10,6 @@ from torch import Tensor
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation
-from functional_lowbit._core.refused import WrongType, WrongValue, speaking
 from functional_lowbit._core.report.error_table import ErrorReport
 from functional_lowbit._core.report.errors import UPDATE, by_path, errors_of, leaves_stand_alone, moment_trees
 from functional_lowbit._core.report.recorded import Numbers, QuantizationErrorState, rows
@@ -20,6 +19,7 @@ from functional_lowbit._core.state.observing import Observing
 from functional_lowbit._core.state.parts import Rest, init_with
 from functional_lowbit._core.state.resting import rest_in_float32
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongType, WrongValue, speaking
 
 
 class RecordQuantizationError(Observing):

@@ -4,7 +4,7 @@ from typing import Any
 
 from functional_lowbit._core.contract.base import GradientTransformation, Hyper, Schedule
 from functional_lowbit._core.leafwise.leafwise import leafwise
-from functional_lowbit._core.refused import WrongType, speaking
+from functional_lowbit._refused import WrongType, speaking
 
 
 def scale(step_size: Hyper) -> GradientTransformation:

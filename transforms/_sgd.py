@@ -7,7 +7,7 @@ from torch import Tensor
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Hyper, Signed
 from functional_lowbit._core.leafwise.leafwise import leafwise
-from functional_lowbit._core.refused import speaking
+from functional_lowbit._refused import speaking
 from functional_lowbit.transforms._chain import chain, identity
 from functional_lowbit.transforms._scale import scale_by_learning_rate
 

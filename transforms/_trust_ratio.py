@@ -9,7 +9,7 @@ from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Hyper
 from functional_lowbit._core.leafwise import reduce
 from functional_lowbit._core.leafwise.leafwise import leafwise
-from functional_lowbit._core.refused import speaking
+from functional_lowbit._refused import speaking
 
 
 @speaking("scale_by_trust_ratio")

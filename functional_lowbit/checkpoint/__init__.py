@@ -1,6 +1,6 @@
 """A state as names and files: written whole or not at all, read on any number of ranks.
 
-Imports: _core, _core.contract, _core.state, _optree, _version, formats, sharding
+Imports: _core, _core.contract, _core.state, _optree, _refused, formats, sharding
 """
 
 from functional_lowbit.checkpoint._load import load as load

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from functional_lowbit._core.refused import kind_of
+from functional_lowbit._refused import kind_of
 
 T = TypeVar("T")
 KINDS = {kind.__name__: kind for kind in (ValueError, TypeError, OSError, FileNotFoundError, RuntimeError)}

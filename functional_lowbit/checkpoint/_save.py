@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save as save_on_ranks
 from torch.distributed.tensor import DTensor
 
-from functional_lowbit._core.refused import kind_of
+from functional_lowbit._refused import kind_of
 from functional_lowbit.checkpoint import _folder, _ranks, _schema, _state_dict
 
 _log = logging.getLogger("functional_lowbit.checkpoint")

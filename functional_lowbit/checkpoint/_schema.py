@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_lowbit import formats
 from functional_lowbit._core.state.quantized import QuantizedTensor
-from functional_lowbit._version import __version__
+from functional_lowbit._core.version import __version__
 
 SCHEMA = "schema"  # the one entry of a saved state that belongs to no leaf
 VERSION = 2

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import interrupted
-from functional_lowbit._core.refused import speaking
 from functional_lowbit._core.state.quantized import QuantizedTensor
 from functional_lowbit._core.state.resting import is_pinned, pinned
+from functional_lowbit._refused import speaking
 from functional_lowbit.checkpoint import _schema
 from functional_lowbit.checkpoint._reading import Reading, numbers, reading
 from functional_lowbit.sharding import ShardSpec

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from functional_lowbit._core.refused import kind_of
-from functional_lowbit._version import __version__
+from functional_lowbit._core.version import __version__
+from functional_lowbit._refused import kind_of
 from functional_lowbit.cli._arguments import amount, at_least_1, words
 from functional_lowbit.cli._contenders import PEERS, REFERENCE, leaves, makers, parameters, shapes, versions
 from functional_lowbit.cli._machine import machine

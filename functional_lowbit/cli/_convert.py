@@ -5,7 +5,7 @@ from typing import Any
 
 import functional_lowbit as fl
 from functional_lowbit import formats
-from functional_lowbit._version import __version__
+from functional_lowbit._core.version import __version__
 from functional_lowbit.cli._arguments import at_least_0, at_least_1
 from functional_lowbit.cli._conversions import Converted, to_format, to_torch
 from functional_lowbit.cli._leaves import look

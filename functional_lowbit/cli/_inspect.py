@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from functional_lowbit._version import __version__
+from functional_lowbit._core.version import __version__
 from functional_lowbit.cli._leaves import Row, look
 from functional_lowbit.cli._mistakes import Mistake
 from functional_lowbit.cli._output import Result, counted, size, table

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functional_lowbit import formats
 from functional_lowbit._core.state.quantized import Layout, QuantizedTensor, zeros
-from functional_lowbit._version import __version__
+from functional_lowbit._core.version import __version__
 from functional_lowbit.checkpoint import _schema
 from functional_lowbit.cli._foreign import read_foreign
 from functional_lowbit.cli._listed import Leaf

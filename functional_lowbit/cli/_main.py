@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from functional_lowbit._version import __version__
+from functional_lowbit._core.version import __version__
 from functional_lowbit.cli import _bench, _convert, _inspect, _plan
 from functional_lowbit.cli._mistakes import Mistake
 from functional_lowbit.cli._output import as_json

@@ -9,7 +9,7 @@ import torch
 
 import functional_lowbit as fl
 from functional_lowbit._core.report.table import Report
-from functional_lowbit._version import __version__
+from functional_lowbit._core.version import __version__
 from functional_lowbit.cli._arguments import at_least_1, words
 from functional_lowbit.cli._mistakes import Mistake, said
 from functional_lowbit.cli._output import Result, counted, size, table

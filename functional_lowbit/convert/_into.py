@@ -5,8 +5,8 @@ from typing import Any
 
 from functional_lowbit._core.contract import interrupted
 from functional_lowbit._core.contract.refuse import is_transformation
-from functional_lowbit._core.refused import speaking
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import speaking
 from functional_lowbit.convert._fill import check_step, fill
 from functional_lowbit.convert._library import READERS, any_saved, library_in
 from functional_lowbit.convert._match import Sides, match

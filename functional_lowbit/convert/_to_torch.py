@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from functional_lowbit._core.contract import interrupted
-from functional_lowbit._core.refused import speaking
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import speaking
 from functional_lowbit.convert._kept import Kept
 from functional_lowbit.convert._match import Sides, match
 from functional_lowbit.convert._own import ENTRIES, is_own, is_own_state, kept_of, saved_of_own

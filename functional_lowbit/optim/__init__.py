@@ -1,6 +1,6 @@
 """torch.optim shells: any transformation as a `torch.optim.Optimizer`, and ready classes by torch's names.
 
-Imports: _core, _core.contract, _core.leafwise, _core.state, _core.step, _optree, _private, checkpoint, formats,
+Imports: _core.contract, _core.leafwise, _core.state, _core.step, _optree, _private, _refused, checkpoint, formats,
 sharding, transforms
 """
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import interrupted
 from functional_lowbit._core.contract.base import GradientTransformation
-from functional_lowbit._core.refused import WrongValue, speaking, words_of
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.step.step import Step
+from functional_lowbit._refused import WrongValue, speaking, words_of
 from functional_lowbit.optim import _entries
 from functional_lowbit.optim._groups import refuse_numbers
 from functional_lowbit.optim._hyper import Hypers

@@ -1,6 +1,6 @@
 """DTensor in, DTensor out, from the global shape and stride.
 
-Imports: _core, _optree, _private, formats
+Imports: _optree, _private, _refused, formats
 """
 
 from functional_lowbit.sharding._local import (

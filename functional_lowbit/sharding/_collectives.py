@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from functional_lowbit._core.refused import WrongValue
+from functional_lowbit._refused import WrongValue
 from functional_lowbit.sharding._spec import ShardSpec, contiguous_stride
 
 Coordinate = tuple[int, ...]  # a rank's index along each mesh dimension

@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from functional_lowbit import _optree
-from functional_lowbit._core.refused import WrongValue, name_at
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongValue, name_at
 from functional_lowbit.sharding._spec import ShardSpec, checked_spec
 
 

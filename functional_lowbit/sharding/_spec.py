@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._private import StridedShard, dtensor_anywhere
+from functional_lowbit._refused import WrongValue, speaking
 from functional_lowbit.formats import _grid
 from functional_lowbit.sharding import _chunks
 

@@ -64,7 +64,9 @@ def test_the_schema():
 
 def test_the_version_is_a_string_that_packaging_reads():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "functional_lowbit._version.__version__"}
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {
+        "attr": "functional_lowbit._core.version.__version__"
+    }
     assert re.fullmatch(r"\d+\.\d+\.\d+", fl.__version__)
 
 

@@ -20,7 +20,7 @@ from whole import bits
 from world import World
 
 import functional_lowbit as fl
-from functional_lowbit._core.refused import kind_of
+from functional_lowbit._refused import kind_of
 
 two = pytest.mark.parametrize("world", [2], indirect=True, ids="W={}".format)
 

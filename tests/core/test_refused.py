@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
-from functional_lowbit._core import refused
-from functional_lowbit._core.refused import (
+from functional_lowbit import _refused as refused
+from functional_lowbit._refused import (
     NotInstalled,
     NotThere,
     Refused,

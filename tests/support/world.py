@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import functional_lowbit as fl
-from functional_lowbit._core.refused import kind_of
+from functional_lowbit._refused import kind_of
 
 JOB_SECONDS = 240  # a job may compile on a busy machine; none needs more than a tenth of this on a free one
 COLLECTIVE_SECONDS = 60  # a rank that waits for a dead one gives up

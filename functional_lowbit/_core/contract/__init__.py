@@ -1,4 +1,4 @@
 """What a transformation is, and the words that refuse what is none.
 
-Imports: _core, _optree
+Imports: _optree, _refused
 """

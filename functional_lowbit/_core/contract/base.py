@@ -7,8 +7,8 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, get_args, get_origin, 
 
 from torch import Tensor
 
-from functional_lowbit._core.refused import WrongType
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongType
 
 Schedule: TypeAlias = Callable[[Tensor], Tensor | float]
 """A function of the 0-d int64 step tensor, counted from 0."""

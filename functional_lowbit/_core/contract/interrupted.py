@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from functional_lowbit import _optree
-from functional_lowbit._core.refused import WrongState, kind_of
+from functional_lowbit._refused import WrongState, kind_of
 
 # The tensors of such states, and the exception. A tensor carries no mark of its own through DTensor and pickle, and a
 # state is any tree, so the mark is kept here, by identity, for as long as the tensor lives.

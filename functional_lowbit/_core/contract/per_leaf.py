@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from functional_lowbit import _optree
-from functional_lowbit._core.refused import WrongType, WrongValue
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongType, WrongValue
 
 
 class PerLeaf:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from functional_lowbit._core.refused import WrongType, WrongValue
+from functional_lowbit._refused import WrongType, WrongValue
 
 
 def hyperparameter(name: str, value: Any, at_least: float = -math.inf, below: float = math.inf) -> None:

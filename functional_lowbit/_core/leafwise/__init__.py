@@ -1,4 +1,4 @@
 """A function of one leaf, held to what it declares, lifted to trees.
 
-Imports: _core, _core.contract, _core.cpp, _core.state, _optree, _private, formats, sharding
+Imports: _core.contract, _core.cpp, _core.state, _optree, _private, _refused, formats, sharding
 """

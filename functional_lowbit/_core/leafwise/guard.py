@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from functional_lowbit._core.refused import WrongValue
 from functional_lowbit._private import (
     DispatchMode,
     disable_current_modes,
@@ -21,6 +20,7 @@ from functional_lowbit._private import (
     schema_of,
     version_of,
 )
+from functional_lowbit._refused import WrongValue
 
 # Operations without torch.Tag.pointwise that leave each element where it is, or make tensors from numbers.
 _NAMES = (

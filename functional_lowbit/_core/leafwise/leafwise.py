@@ -17,7 +17,7 @@ from functional_lowbit._core.contract.base import (
     statistics_of,
 )
 from functional_lowbit._core.leafwise.update import Leafwise
-from functional_lowbit._core.refused import WrongType, WrongValue, speaking
+from functional_lowbit._refused import WrongType, WrongValue, speaking
 
 
 @speaking("leafwise")

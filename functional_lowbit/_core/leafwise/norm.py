@@ -8,8 +8,8 @@ from torch import Tensor
 
 from functional_lowbit import _optree
 from functional_lowbit._core.cpp.norm import square_bins
-from functional_lowbit._core.refused import speaking
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import speaking
 from functional_lowbit.formats._grid import grid_of
 from functional_lowbit.sharding import ShardSpec, part_of
 from functional_lowbit.sharding._collectives import sum_over_shards

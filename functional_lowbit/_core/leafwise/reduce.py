@@ -17,8 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from functional_lowbit import sharding
-from functional_lowbit._core import refused
+from functional_lowbit import _refused as refused, sharding
 from functional_lowbit._core.leafwise import current, exact_sum, norm as norms
 from functional_lowbit.sharding import _collectives
 

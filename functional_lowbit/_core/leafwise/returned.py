@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_lowbit._core.leafwise.guard import name_of
-from functional_lowbit._core.refused import WrongType, WrongValue
+from functional_lowbit._refused import WrongType, WrongValue
 
 
 def check_pair(function: Callable[..., Any], state_class: Any, result: Any) -> tuple[Any, Any]:

@@ -15,10 +15,10 @@ from functional_lowbit._core.leafwise import current
 from functional_lowbit._core.leafwise.guard import Guard, can_watch, check_elementwise, watched
 from functional_lowbit._core.leafwise.returned import check_leaf, check_pair
 from functional_lowbit._core.leafwise.scalars import at_least_float32, constant, is_param, plain, record
-from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.state import fits, statistics as statistics_
 from functional_lowbit._core.state.parts import Part, Rest
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongValue, speaking
 from functional_lowbit.sharding import ShardSpec, local_of
 
 

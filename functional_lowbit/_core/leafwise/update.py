@@ -13,11 +13,11 @@ from functional_lowbit._core.leafwise.guard import Guard, can_watch, name_of, wa
 from functional_lowbit._core.leafwise.rule import Rule
 from functional_lowbit._core.leafwise.task import Task
 from functional_lowbit._core.leafwise.whole import run_whole
-from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.state import fits, statistics as statistics_
 from functional_lowbit._core.state.like_params import as_sharded
 from functional_lowbit._optree import Tree
 from functional_lowbit._private import version_of
+from functional_lowbit._refused import WrongValue, speaking
 
 
 @dataclass(frozen=True, eq=False)

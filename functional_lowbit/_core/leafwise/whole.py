@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from functional_lowbit._core.leafwise.task import Task
-from functional_lowbit._core.refused import WrongState
+from functional_lowbit._refused import WrongState
 from functional_lowbit.sharding import ShardSpec
 from functional_lowbit.sharding._collectives import Coordinate, exchange, own_coordinate, team_of
 

@@ -1,4 +1,4 @@
 """What training takes, and what rounding does, as tables and pictures.
 
-Imports: _core, _core.contract, _core.state, _core.step, _optree, _private, sharding
+Imports: _core.contract, _core.state, _core.step, _optree, _private, _refused, sharding
 """

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit._core.refused import NotThere, WrongValue
+from functional_lowbit._refused import NotThere, WrongValue
 
 INDEX = ".safetensors.index.json"  # ends the name of a file that says which file holds which tensor
 STATE = "schema"  # in the metadata of what `checkpoint.save_safetensors` writes, and nobody else

@@ -10,12 +10,12 @@ from torch import Tensor
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation
-from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.report.describe import describe
 from functional_lowbit._core.report.plan_params import planned_params
 from functional_lowbit._core.report.planned_mesh import MeshShape, Placements, PlannedMesh, on_rank
 from functional_lowbit._core.report.table import Report
 from functional_lowbit._core.state import fits
+from functional_lowbit._refused import WrongValue, speaking
 from functional_lowbit.sharding import ShardSpec
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit._core.refused import NotInstalled, WrongValue
+from functional_lowbit._refused import NotInstalled, WrongValue
 
 CONFIG = "config.json"
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from functional_lowbit import _optree
-from functional_lowbit._core.refused import NotThere, WrongType, WrongValue
 from functional_lowbit._core.report import headers, model_config
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import NotThere, WrongType, WrongValue
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from functional_lowbit._core.refused import WrongValue
 from functional_lowbit._private import StridedShard, mesh_without_group
+from functional_lowbit._refused import WrongValue
 from functional_lowbit.sharding import ShardSpec, contiguous_stride
 
 MeshShape: TypeAlias = int | Sequence[int] | Mapping[str, int] | DeviceMesh

@@ -7,7 +7,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from functional_lowbit._core import refused
+from functional_lowbit import _refused as refused
 from functional_lowbit._core.report.error_table import ErrorReport
 from functional_lowbit._core.report.errors import UPDATE
 from functional_lowbit._core.report.recorded import recorded_quantization_error

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from functional_lowbit import _optree
-from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.report.error_table import ErrorReport, ErrorRow
 from functional_lowbit._core.report.errors import UPDATE, by_path, moment_trees
 from functional_lowbit._core.state.quantized import QuantizedTensor
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongValue, speaking
 
 Numbers = tuple[float, float, float]
 """The error of the last look, the mean and the largest."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from functional_lowbit._core.refused import WrongValue
+from functional_lowbit._refused import WrongValue
 
 LONG = 40  # rows of a table from which on repeated layers are shown as one row
 

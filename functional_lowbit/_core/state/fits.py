@@ -9,8 +9,8 @@ from torch.nn import Module
 
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import interrupted
-from functional_lowbit._core.refused import WrongType, WrongValue, name_at
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongType, WrongValue, name_at
 from functional_lowbit.sharding import check_shard
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

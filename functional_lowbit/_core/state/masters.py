@@ -8,11 +8,11 @@ from torch import Tensor
 
 from functional_lowbit import _optree
 from functional_lowbit._core.contract.base import GradientTransformation, call_update
-from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.like_params import as_sharded
 from functional_lowbit._core.state.parts import Part, Rest, init_with
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongValue, speaking
 from functional_lowbit.formats._halves import CODE_DTYPES, HALF_DTYPES, read_master, step_to, write_master
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
 

@@ -4,10 +4,10 @@ from abc import abstractmethod
 from typing import Any
 
 from functional_lowbit._core.contract.base import call_update
-from functional_lowbit._core.refused import speaking
 from functional_lowbit._core.state.like_params import like_params
 from functional_lowbit._core.state.parts import Composite
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import speaking
 
 
 class Observing(Composite):

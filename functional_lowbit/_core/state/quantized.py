@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from functional_lowbit import _optree, formats
-from functional_lowbit._core.refused import WrongType, WrongValue, speaking
+from functional_lowbit._refused import WrongType, WrongValue, speaking
 from functional_lowbit.formats import Format
 from functional_lowbit.formats._grid import Grid, grid_of, lead_of
 from functional_lowbit.sharding import ShardSpec, local_of, wrap

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from functional_lowbit._core.contract.base import Statistic
-from functional_lowbit._core.refused import WrongValue
+from functional_lowbit._refused import WrongValue
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
 from functional_lowbit.sharding._collectives import reduced
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from functional_lowbit import _optree, rounding as _rounding
-from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.like_params import as_sharded
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongValue, speaking
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
 from functional_lowbit.sharding._index import global_index
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from functional_lowbit import _optree
-from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.donate import storages
 from functional_lowbit._core.state.masters import MasterWeights, MasterWeightsState
@@ -14,6 +13,7 @@ from functional_lowbit._core.step.program import HostGateOp, LeafOp, OpaqueOp, P
 from functional_lowbit._core.step.renewal import at
 from functional_lowbit._core.step.run import Run
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongValue, speaking
 from functional_lowbit.sharding import ShardSpec, local_of
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation
-from functional_lowbit._core.refused import WrongValue, speaking
 from functional_lowbit._core.step.apply import ROUNDINGS
 from functional_lowbit._core.step.noise import Noise
 from functional_lowbit._core.step.step import Step
+from functional_lowbit._refused import WrongValue, speaking
 
 
 @speaking("compile")

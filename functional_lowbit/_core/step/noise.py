@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from functional_lowbit import _optree, rounding
-from functional_lowbit._core.refused import WrongValue, speaking
+from functional_lowbit._refused import WrongValue, speaking
 from functional_lowbit.formats._grid import Grid, grid_of
 from functional_lowbit.sharding import ShardSpec
 from functional_lowbit.sharding._index import global_index

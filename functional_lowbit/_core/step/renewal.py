@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from functional_lowbit._core.leafwise.update import Leafwise
-from functional_lowbit._core.refused import WrongValue
 from functional_lowbit._core.state.parts import Composite, Part
 from functional_lowbit._core.step.program import OpaqueOp, Program, RenewOp
+from functional_lowbit._refused import WrongValue
 
 
 def renewed(program: Program, update: Any) -> Program:

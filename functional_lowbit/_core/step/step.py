@@ -7,7 +7,6 @@ import torch
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import interrupted, refuse
 from functional_lowbit._core.contract.base import GradientTransformation, call_update
-from functional_lowbit._core.refused import speaking
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.donate import apart, copy_leaf, into_old, storages
 from functional_lowbit._core.state.masters import MasterWeights
@@ -22,6 +21,7 @@ from functional_lowbit._core.step.program import GateOp, HostGateOp, LeafOp, Opa
 from functional_lowbit._core.step.renewal import compare, renewed
 from functional_lowbit._core.step.run import Run, block_size_of
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import speaking
 
 
 class Step:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from world import World
 
 import functional_lowbit as fl
-from functional_lowbit._core.refused import kind_of
+from functional_lowbit._refused import kind_of
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "odd_rows": (33, 130),

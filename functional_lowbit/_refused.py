@@ -2,6 +2,8 @@
 
 A check raises it without a speaker, since it does not know what the user called. The function that the user called
 names itself once: `with speaking("adam.update"):` around its checks, or `@speaking("chain")` above its `def`.
+
+Imports: nothing
 """
 
 from contextlib import ContextDecorator
@@ -59,7 +61,7 @@ class speaking(ContextDecorator):
         >>> with speaking("compile(tx)"), speaking("adam.update"):
         ...     raise WrongValue("params['w'] must be a tensor, got int", leaf="w")
         Traceback (most recent call last):
-        functional_lowbit._core.refused.WrongValue: adam.update: params['w'] must be a tensor, got int
+        functional_lowbit._refused.WrongValue: adam.update: params['w'] must be a tensor, got int
     """
 
     def __init__(self, speaker: str):

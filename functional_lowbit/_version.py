@@ -1,6 +1,0 @@
-"""The version, in the one place that packaging and checkpoints read.
-
-Imports: nothing
-"""
-
-__version__ = "0.1.0"
