@@ -1,5 +1,6 @@
 """What tests of several folders are given."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,9 @@ from world import World
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
+# Inductor takes the processor's own word for its vector instructions. To try them takes each process a second.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 MOUNT = ["unshare", "--mount", "--map-root-user"]
 
 # Processes that last, so that a test costs a job and not a start.
@@ -21,14 +25,29 @@ MOUNT = ["unshare", "--mount", "--map-root-user"]
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory for rendezvous, stacks and the compiler's cache, which all ranks of all worlds share."""
+    """A directory for the rendezvous, the ranks' stacks and what tests write, which all ranks of all worlds share."""
     return tmp_path_factory.mktemp("world")
 
 
 @pytest.fixture(scope="session")
-def alone(place: Path) -> Iterator[Callable[..., Any]]:
+def worlds(place: Path) -> Iterator[Callable[[int], World]]:
+    """`worlds(size)`: ranks that serve all tests of this process, started by their first job. 0: see `World`."""
+    known: dict[int, World] = {}
+
+    def get(size: int) -> World:
+        if size not in known:
+            known[size] = World(size, place)
+        return known[size]
+
+    yield get
+    for world in known.values():
+        world.close()
+
+
+@pytest.fixture(scope="session")
+def alone(worlds: Callable[[int], World]) -> Callable[..., Any]:
     """`alone(job, *args)`: the result of a job in a process without a process group, remembered."""
-    world = World(0, place)
+    world = worlds(0)
     known: dict[Any, Any] = {}
 
     def run(job: Callable[..., Any], *args: Any) -> Any:
@@ -36,16 +55,13 @@ def alone(place: Path) -> Iterator[Callable[..., Any]]:
             known[job, args] = world.run(job, *args)[0]
         return known[job, args]
 
-    yield run
-    world.close()
+    return run
 
 
 @pytest.fixture(scope="session", params=[1, 2, 3, 4], ids="W={}".format)
-def world(request: pytest.FixtureRequest, place: Path) -> Iterator[World]:
-    """Ranks that serve all tests of one world size. pytest runs the tests of one size together."""
-    world = World(request.param, place)
-    yield world
-    world.close()
+def world(request: pytest.FixtureRequest, worlds: Callable[[int], World]) -> World:
+    """The ranks of one world size."""
+    return worlds(request.param)
 
 
 # Disks.

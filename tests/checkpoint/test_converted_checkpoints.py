@@ -47,13 +47,13 @@ def load(rule: str, where: str, sharded: bool) -> Any:
 @pytest.mark.parametrize(
     ("saved", "wanted"), [("8 bits", "4 bits"), ("4 bits", "float32"), ("float32", "short blocks")]
 )
-def test_converted_at_another_number_of_ranks(place: Path, alone: Callable[..., Any], saved: str, wanted: str) -> None:
+def test_converted_at_another_number_of_ranks(
+    place: Path, worlds: Callable[[int], World], alone: Callable[..., Any], saved: str, wanted: str
+) -> None:
     here, there = str(place / f"plain-{saved}"), str(place / f"ranks-{saved}")
     alone(save, saved, here, False)
     plain = alone(load, wanted, here, False)
-    two, three = World(2, place), World(3, place)
+    two, three = worlds(2), worlds(3)
     two.run(save, saved, there, True)
     for result in [*two.run(load, wanted, there, True), *three.run(load, wanted, there, True)]:
         assert result == plain
-    two.close()
-    three.close()

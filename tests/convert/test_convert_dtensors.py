@@ -101,12 +101,10 @@ def replicated() -> Any:
     return w.of_state(fl.convert.from_torch(optimizer, fl.adamw8bit(LR).init(dict(model.named_parameters()))))
 
 
-def test_another_sharding(place: Any, alone: Callable[..., Any]) -> None:
-    two = World(2, place)
+def test_another_sharding(worlds: Callable[[int], World], alone: Callable[..., Any]) -> None:
     plain = alone(replicated)
-    for result in two.run(another_sharding):
+    for result in worlds(2).run(another_sharding):
         assert result == plain
-    two.close()
 
 
 def own_file() -> str:
@@ -119,11 +117,9 @@ def own_file() -> str:
     return ""
 
 
-def test_a_sharded_file_of_ours_is_refused(place: Any) -> None:
-    two = World(2, place)
+def test_a_sharded_file_of_ours_is_refused(worlds: Callable[[int], World]) -> None:
     text = (
         "to_torch: leaf '0.mu.0.weight' of saved is sharded; load it with fl.load_state_dict or fl.checkpoint.load, "
         "and convert then"
     )
-    assert two.run(own_file) == [text] * 2
-    two.close()
+    assert worlds(2).run(own_file) == [text] * 2

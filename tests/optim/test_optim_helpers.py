@@ -1,6 +1,7 @@
 """fl.optim.Optimizer and torch's state-dict helpers at one number of ranks: what they change, and what is refused."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +158,11 @@ def moments(model: nn.Module, optimizer: Any) -> Any:
 
 
 @pytest.mark.parametrize("world", [4], indirect=True, ids="W={}".format)
-def test_a_cut_leaf_at_another_number_of_ranks_is_rounded_once(world: World, place: Path) -> None:
+def test_a_cut_leaf_at_another_number_of_ranks_is_rounded_once(
+    world: World, worlds: Callable[[int], World], place: Path
+) -> None:
     """Into other blocks: off by half a code of companded8, (1 + y)**2 / 504 of a block's largest number at most."""
-    source = World(2, place)
-    saved = source.run(cut_save, place / "optim-cut-2")[0]
-    source.close()
+    saved = worlds(2).run(cut_save, place / "optim-cut-2")[0]
     for loaded in world.run(cut_load, place / "optim-cut-2"):
         for a, b in zip(saved, loaded, strict=True):
             assert 0 < (a - b).abs().max() <= 0.008 * a.abs().max()

@@ -44,7 +44,7 @@ class World:
 
     Args:
         size: Number of ranks.
-        directory: For the rendezvous, the stacks and the compiler's cache.
+        directory: For the rendezvous and the stacks.
     """
 
     def __init__(self, size: int, directory: Path):
@@ -95,9 +95,7 @@ class World:
         for rank in range(max(1, self.size)):
             here, there = _processes.Pipe()
             stack = self.directory / f"stack-{self.size}-{rank}"
-            process = _processes.Process(
-                target=_serve, args=(rank, self.size, str(rendezvous), str(self.directory / "cache"), there, str(stack))
-            )
+            process = _processes.Process(target=_serve, args=(rank, self.size, str(rendezvous), there, str(stack)))
             process.start()
             there.close()
             self.workers.append((process, here, stack))
@@ -126,12 +124,11 @@ class World:
         self.workers = []
 
 
-def _serve(rank: int, size: int, rendezvous: str, cache: str, pipe: Any, stack: str) -> None:
+def _serve(rank: int, size: int, rendezvous: str, pipe: Any, stack: str) -> None:
     """What a rank does: jobs, until there are no more."""
     with open(stack, "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, stack_file)
         faulthandler.enable(stack_file)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
         torch.set_num_threads(1)
         _strict_warnings()
         if size:
