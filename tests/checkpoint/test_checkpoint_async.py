@@ -12,7 +12,7 @@ from checkpoint_states import make_tree, names_in
 from helpers import clone, refuses, same
 
 import functional_lowbit as fl
-from functional_lowbit.checkpoint import _folder
+from functional_lowbit.checkpoint import _folder, _save
 
 
 def test_async_save_is_of_the_moment(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_one_path_is_not_written_twice_at_once(tmp_path: Path) -> None:
     running.result()
     saving = threading.Thread(target=fl.checkpoint.save, args=(tmp_path / "a", big))
     saving.start()
-    while tmp_path / "a" not in fl.checkpoint._running:
+    while tmp_path / "a" not in _save._running:
         assert saving.is_alive()
     message = f"checkpoint.save: '{tmp_path}/a' is being written by another save; wait for its result first"
     refuses(ValueError, message, lambda: fl.checkpoint.save(tmp_path / "a", big))

@@ -21,6 +21,7 @@ from world import World
 
 import functional_lowbit as fl
 from functional_lowbit._refused import kind_of
+from functional_lowbit.checkpoint import _load, _save
 
 two = pytest.mark.parametrize("world", [2], indirect=True, ids="W={}".format)
 
@@ -117,7 +118,7 @@ def save_without_a_group(where: str, asynchronous: bool) -> str:
     if asynchronous:
         started = threading.Event()
         fl.checkpoint.async_save(where + "-first", {"n": 1}).result()
-        fl.checkpoint._writer[0].submit(started.wait)
+        _save._writer[0].submit(started.wait)
         saving = fl.checkpoint.async_save(where, tree)
         dist.destroy_process_group()
         started.set()
@@ -251,7 +252,7 @@ def test_a_number_that_is_none_is_the_same_on_all_ranks(world: World, place: Pat
 
 def load_while_it_is_replaced(where: str) -> Any:
     """Rank 1 reads the numbers when rank 0 has read them, and another checkpoint has taken the place."""
-    read, done = fl.checkpoint._read, Path(where + ".done")
+    read, done = _load._read, Path(where + ".done")
 
     def later(speaker: str, folder: Path, metadata: Any, wanted: dict[str, Any]) -> Any:
         if "n" not in wanted or done.exists():
@@ -266,11 +267,11 @@ def load_while_it_is_replaced(where: str) -> Any:
             time.sleep(0.001)
         return read(speaker, folder, metadata, wanted)
 
-    fl.checkpoint._read = later
+    _load._read = later
     try:
         return load(where)
     finally:
-        fl.checkpoint._read = read
+        _load._read = read
 
 
 @two
@@ -283,7 +284,7 @@ def test_all_ranks_load_one_checkpoint(world: World, place: Path) -> None:
 
 def lost_on_the_way(where: str) -> Any:
     """Rank 1 writes to a disk that rank 0 does not see."""
-    write = fl.checkpoint._Writer.write_data
+    write = _save._Writer.write_data
 
     def elsewhere(self: Any, *args: Any) -> Any:
         written = write(self, *args)
@@ -291,11 +292,11 @@ def lost_on_the_way(where: str) -> Any:
             file.unlink()
         return written
 
-    fl.checkpoint._Writer.write_data = elsewhere if w.rank() == 1 else write  # type: ignore[method-assign]
+    _save._Writer.write_data = elsewhere if w.rank() == 1 else write  # type: ignore[method-assign]
     try:
         return text_of(lambda: fl.checkpoint.save(where, tree_of(3)))
     finally:
-        fl.checkpoint._Writer.write_data = write  # type: ignore[method-assign]
+        _save._Writer.write_data = write  # type: ignore[method-assign]
 
 
 @two
