@@ -29,7 +29,6 @@ from functional_lowbit._core.report.recorded import (
     QuantizationErrorState as QuantizationErrorState,
     recorded_quantization_error as recorded_quantization_error,
 )
-from functional_lowbit._core.state.masters import MasterWeightsState as MasterWeightsState
 from functional_lowbit._core.state.quantized import QuantizedTensor as QuantizedTensor, quantize as quantize
 from functional_lowbit._core.step.apply import apply_updates as apply_updates
 from functional_lowbit._core.step.compile import compile as compile
@@ -80,7 +79,11 @@ from functional_lowbit.transforms._lion import (
 )
 from functional_lowbit.transforms._low_bit import low_bit as low_bit
 from functional_lowbit.transforms._masked import MaskedState as MaskedState, masked as masked
-from functional_lowbit.transforms._master import master_params as master_params, master_weights as master_weights
+from functional_lowbit.transforms._master import (
+    MasterWeightsState as MasterWeightsState,
+    master_params as master_params,
+    master_weights as master_weights,
+)
 from functional_lowbit.transforms._multi_steps import MultiStepsState as MultiStepsState, multi_steps as multi_steps
 from functional_lowbit.transforms._offload import offload as offload
 from functional_lowbit.transforms._orthogonalize import (

@@ -1,17 +1,163 @@
 """master_weights: train half-precision parameters as if they were float32, for 1 or 2 more bytes each."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
-from functional_lowbit._core.contract.base import GradientTransformation
+from functional_lowbit._core.contract.base import GradientTransformation, call_update
 from functional_lowbit._core.state import fits
-from functional_lowbit._core.state.masters import MasterWeights, MasterWeightsState, master_of
+from functional_lowbit._core.state.like_params import as_sharded
+from functional_lowbit._core.state.parts import Rest, Widening, init_with
 from functional_lowbit._optree import Tree
 from functional_lowbit._refused import WrongValue, speaking
-from functional_lowbit.formats._halves import CODE_DTYPES
+from functional_lowbit.formats._halves import CODE_DTYPES, HALF_DTYPES, Split, read_master
+from functional_lowbit.sharding import ShardSpec, local_of, wrap
+
+
+class MasterWeightsState(NamedTuple):
+    """What half-precision parameters lack of their float32 masters, and the state of the inner transformation."""
+
+    error: Tree  # int8 like params, or [*shape, 2]: master - param, see `formats._halves`; None for other dtypes
+    inner_state: Any
+
+
+class MasterWeights(Widening):
+    """The `update` of `master_weights`. Beside each half-precision parameter is the code of what it lacks."""
+
+    def __init__(self, inner: GradientTransformation, bits: int, resting: Any = None):
+        self.inner = (inner,)
+        self.bits = bits
+        self.pairing = Split(bits)
+        self.resting = resting
+
+    def around(self, inner: GradientTransformation, resting: Any) -> "MasterWeights":
+        """As many bits, around another transformation."""
+        return MasterWeights(inner, self.bits, resting)
+
+    @speaking("master_weights.init")
+    def init_state(self, params: Tree, rest: Rest) -> MasterWeightsState:
+        """No error yet, and the inner state for float32 parameters."""
+        leaves, treedef = _optree.flatten(params)
+        fits.params(_optree.names(treedef), leaves)
+        codes = [self._no_error(p) for p in leaves]
+        masters = [self.widened(p, c) for p, c in zip(leaves, codes, strict=True)]
+        return MasterWeightsState(
+            _optree.unflatten(treedef, codes), init_with(self.inner[0], _optree.unflatten(treedef, masters), rest)
+        )
+
+    def structure(self) -> Any:
+        """How wide an error is."""
+        return self.bits
+
+    @speaking("master_weights.update")
+    def split(self, state: Any) -> Sequence[Any]:
+        """The inner state."""
+        fits.state_class(state, MasterWeightsState)
+        return (state.inner_state,)
+
+    def join(self, state: Any, states: Sequence[Any]) -> MasterWeightsState:
+        """The same errors around a new inner state."""
+        return state._replace(inner_state=states[0])
+
+    def _no_error(self, p: Tensor) -> Tensor | None:
+        if p.dtype not in HALF_DTYPES:
+            return None
+        local = local_of(p)
+        return self._kept(torch.zeros(local.shape, dtype=self.pairing.dtype, device=local.device), ShardSpec.of(p))
+
+    def _kept(self, codes: Tensor, spec: ShardSpec | None) -> Tensor:
+        """This rank's codes as they are kept, and where: int16 as two int8, since no backend gathers int16."""
+        if codes.dtype == torch.int16:
+            codes = codes.contiguous().unsqueeze(-1).view(torch.int8)
+            spec = None if spec is None else spec.like((*spec.shape, 2))
+        kept = wrap(codes.contiguous(), spec)
+        return kept if self.resting is None else self.resting.place(kept)
+
+    @speaking("master_weights.update")
+    def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
+        """The inner update of the masters; returned is the step from each parameter to its new value."""
+        if params is None:
+            raise WrongValue("params are needed; call update(updates, state, params)")
+        fits.state_class(state, MasterWeightsState)
+        leaves, treedef = _optree.flatten(params)
+        paths = _optree.names(treedef)
+        us = fits.same_structure("updates", treedef, updates)
+        fits.updates(paths, us, leaves)
+        codes = self.beside(treedef, leaves, state)
+        us = [u if u is None or c is None else u.float() for u, c in zip(us, codes, strict=True)]
+        masters = [self.widened(p, c) for p, c in zip(leaves, codes, strict=True)]
+        given, wider = _optree.unflatten(treedef, us), _optree.unflatten(treedef, masters)
+        new, inner_state = call_update(self.inner[0].update, given, state.inner_state, wider, extra)
+        us = fits.same_structure("the inner updates", treedef, new)
+        fits.updates(paths, us, leaves)
+        stepped = [self._step(*each) for each in zip(leaves, masters, codes, us, strict=True)]
+        us, codes = ([each[i] for each in stepped] for i in range(2))
+        return _optree.unflatten(treedef, us), MasterWeightsState(_optree.unflatten(treedef, codes), inner_state)
+
+    def _step(self, p: Tensor, master: Tensor, codes: Tensor | None, u: Tensor | None) -> tuple[Any, Any]:
+        """One leaf, or this rank's part of it: (update, new codes)."""
+        if codes is None or u is None:
+            return u, codes
+        u, spec = as_sharded(u, p)
+        update, new_codes = Split(self.bits).step(local_of(p), local_of(master) + local_of(u).float())
+        return wrap(update, spec), self._kept(new_codes, spec)
+
+    def beside(self, treedef: _optree.TreeDef, params: Sequence[Tensor], state: Any) -> Sequence[Tensor | None]:
+        """The codes. Those of other parameters, or of another number of bits, are refused."""
+        fits.state_class(state, MasterWeightsState)
+        codes = fits.same_structure("state.error", treedef, state.error)
+        for path, p, c in zip(_optree.names(treedef), params, codes, strict=True):
+            self._check_code(path, p, c)
+        return codes
+
+    def _check_code(self, path: str, p: Tensor, codes: Any) -> None:
+        whole = tuple(p.shape) if self.bits == 8 else (*p.shape, 2)
+        expected = (torch.int8, whole) if p.dtype in HALF_DTYPES else None
+        got = (codes.dtype, tuple(codes.shape)) if isinstance(codes, Tensor) else None
+        if got != expected:
+            words = ["none" if x is None else f"{x[0]} of shape {x[1]}" for x in (expected, got)]
+            rule = f"must be {words[0]} for a {p.dtype} parameter, got {words[1]}"
+            raise WrongValue.at(
+                "state.error", path, f"{rule}; the state was made for other parameters or another number of bits"
+            )
+        if codes is None:
+            return
+        fits.sharding("state.error", path, p, codes)
+        if self.resting is not None and p.device.type != "meta":
+            if codes.device.type != "cpu":
+                raise fits.not_on_cpu("state.error", path, codes.device)
+        elif codes.device != p.device:
+            raise fits.not_beside("state.error", path, codes.device, p)
+        if not local_of(codes).is_contiguous():
+            raise WrongValue.at("state.error", path, "must be contiguous, as init makes it; copy it")
+
+    def part(self, p: Tensor, beside: Tensor) -> Tensor:
+        """This rank's codes: int8 or int16."""
+        return _codes_of(p, beside)
+
+    def widened(self, p: Tensor, beside: Tensor | None) -> Tensor:
+        """The master of a parameter: float32."""
+        return master_of(p, beside)
+
+
+def master_of(p: Tensor, codes: Any) -> Tensor:
+    """The master of a parameter: float32, sharded alike. A parameter without codes is its own."""
+    if p.dtype not in HALF_DTYPES:
+        return p
+    local = local_of(p).float()
+    if isinstance(codes, Tensor):
+        local = read_master(local, _codes_of(p, codes).to(local.device), p.dtype)
+    return wrap(local, ShardSpec.of(p))
+
+
+def _codes_of(p: Tensor, codes: Tensor) -> Tensor:
+    """This rank's codes of its part of a parameter, int8 or int16: a view, if they are contiguous as they are kept."""
+    local = local_of(codes)
+    return local if local.ndim == p.ndim else local.contiguous().view(torch.int16).squeeze(-1)
 
 
 @speaking("master_params")
@@ -42,9 +188,8 @@ def master_params(params: Tree, state: Any) -> Tree:
         raise WrongValue("the state has no MasterWeightsState inside; use fl.master_weights")
     leaves, treedef = _optree.flatten(params)
     trees = [fits.same_structure("state.error", treedef, s.error) for s in found]
-    masters = []
-    for p, *codes in zip(leaves, *trees, strict=True):
-        masters.append(master_of(p, next((c for c in codes if isinstance(c, Tensor)), None)))
+    each = zip(leaves, *trees, strict=True)
+    masters = [master_of(p, next((c for c in codes if isinstance(c, Tensor)), None)) for p, *codes in each]
     return _optree.unflatten(treedef, masters)
 
 

@@ -11,8 +11,7 @@ from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, call_update
 from functional_lowbit._core.leafwise.update import Leafwise
 from functional_lowbit._core.state import fits, lanes as lanes_
-from functional_lowbit._core.state.masters import MasterWeights
-from functional_lowbit._core.state.parts import Composite, Rest, init_with, map_moments
+from functional_lowbit._core.state.parts import Composite, Rest, Widening, init_with, map_moments
 from functional_lowbit._core.state.resting import pinned, placing
 from functional_lowbit._optree import Tree
 from functional_lowbit._refused import WrongType, WrongValue, speaking
@@ -196,8 +195,8 @@ def offloaded(
     part = tx.update
     if isinstance(part, Chain):
         part = Chain([offloaded(inner, buffer_size, lanes) for inner in part.inner])
-    elif isinstance(part, MasterWeights):
-        part = MasterWeights(offloaded(part.inner, buffer_size, lanes), part.bits, Offload(tx, buffer_size, lanes))
+    elif isinstance(part, Widening):
+        part = part.around(offloaded(part.inner[0], buffer_size, lanes), Offload(tx, buffer_size, lanes))
     else:
         part = Offload(tx, buffer_size, lanes)
     return part.transformation()

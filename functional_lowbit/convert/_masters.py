@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from functional_lowbit import _optree
-from functional_lowbit._core.state.masters import MasterWeightsState
 from functional_lowbit.convert._read import Read
 from functional_lowbit.convert._slots import named_leaves
 from functional_lowbit.formats._halves import HALF_DTYPES, SHIFT, write_master
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
+from functional_lowbit.transforms._master import MasterWeightsState
 
 MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
 SMALLEST_EXPONENT = {torch.bfloat16: -126, torch.float16: -14}

@@ -6,6 +6,8 @@ bits for bfloat16, 13 for float16). The nearest one lies at most half of these b
 distance fits 16 bits, whatever power of two lies in between. 8 bits keep its upper half.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -111,3 +113,28 @@ def step_to(p: Tensor, new_p: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
 def _evenly(x: Tensor) -> Tensor:
     """Bits of |x| + 2**-14: for |x| below 2**-14 these count in steps as even as float16's."""
     return (x.abs() + SMALLEST).view(torch.int32)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A float32 master as a half-precision parameter and the codes of what that lacks."""
+
+    bits: int  # of a code: 8 or 16
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the codes."""
+        return CODE_DTYPES[self.bits]
+
+    def read(self, p: Tensor, beside: Tensor) -> Tensor:
+        """The master: float32."""
+        return read_master(p.float(), beside, p.dtype)
+
+    def step(self, p: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+        """The update that takes a parameter to a new master, float32, and the codes of what it still lacks there."""
+        return step_to(p, *write_master(new, p.dtype, self.bits))
+
+    def write(self, p: Tensor, beside: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+        """The parameter and the codes for a new master."""
+        update, codes = self.step(p, new)
+        return (p.to(torch.promote_types(p.dtype, torch.float32)) + update).to(p.dtype), codes

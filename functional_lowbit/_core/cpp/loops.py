@@ -24,12 +24,13 @@ FILLED = {"full_like": 1, "zeros_like": 0, "ones_like": 0, "full": 1, "zeros": 0
 
 
 class Argument(NamedTuple):
-    """One tensor of a leaf."""
+    """One tensor of a leaf, or the vector of scalars."""
 
     dtype: torch.dtype
     kind: str  # "element": one for each of the leaf's; "code": the same, by whole blocks; "block": one for each block;
-    # "leaf": one for the leaf
+    # "leaf": one for the leaf; "scalars": numbers for all leaves
     packed: bool = False  # two codes of 4 bits in a byte
+    read: bool = True  # whether the function is given it; else it is only written
 
 
 class Loops:
@@ -40,7 +41,8 @@ class Loops:
     """
 
     def __init__(self, graph: fx.Graph, arguments: Sequence[Argument], places: Sequence[int]):
-        self.arguments, self.places = arguments, places
+        self.arguments, self.places = [a for a in arguments if a.kind != "scalars"], places
+        self._given = iter([a for a in arguments if a.read])
         self.code: dict[fx.Node, str] = {}  # in order
         self.domain: dict[fx.Node, str] = {}  # "scalar", "block" or "element"
         self.loop: dict[fx.Node, int] = {}
@@ -51,7 +53,7 @@ class Loops:
         self._seen: dict[Any, fx.Node] = {}
         for node in graph.nodes:
             self._add(node)
-        self.stores = [(v, i) for v, i in zip(self.outputs, places, strict=True) if arguments[i].kind != "block"]
+        self.stores = [(v, i) for v, i in zip(self.outputs, places, strict=True) if self.arguments[i].kind != "block"]
         self.elements = [n for n in self.code if self.domain[n] == "element"]
         self._sink()
         self.n_loops = 1 + max(self.loop[n] for n in [*self.elements, *(v for v, _ in self.stores)])
@@ -72,12 +74,12 @@ class Loops:
             self._add_call(node)
 
     def _add_placeholder(self, node: fx.Node) -> None:
-        i = len(self.argument)
-        if i == 2 and self.vector is None:
+        given, i = next(self._given), len(self.argument)
+        if given.kind == "scalars":
             self.vector = node
             return
         self.argument[node] = i
-        if self.arguments[i].kind in ("block", "leaf"):
+        if given.kind in ("block", "leaf"):
             self._put(node, "block", 0, f"a{i}[0]")
         else:
             self._put(node, "element", 0, "")  # its text depends on the block, see `_declare`

@@ -1,6 +1,6 @@
 """A leaf kernel as C++: the arithmetic of one block, traced, as a few loops over the block.
 
-`compute` (see `_kernel`) is traced into a graph of aten operations on [n, b] elements, [n, 1] numbers of a block, and
+`compute` is traced into a graph of aten operations on [n, b] elements, [n, 1] numbers of a block, and
 0-d scalars. A block's largest magnitude must be known before its codes can be: each such reduction ends a loop, and
 what was computed before and is needed after it is kept in an array of the block's length, in the first-level cache. So
 each tensor is read from memory once and written once, and each number is computed once; inductor's loops over memory
@@ -15,18 +15,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from functional_lowbit._core.cpp.block import Block
 from functional_lowbit._core.cpp.loops import Argument, B, N
-from functional_lowbit._core.cpp.ops import (
-    Unsupported,
-)
+from functional_lowbit._core.cpp.ops import Unsupported
 from functional_lowbit._core.cpp.prelude import PRELUDE
 
 
 def source(
-    compute: Callable[..., list[Tensor]],
-    n_inputs: int,
-    n_scalars: int,
-    arguments: Sequence[Argument],
-    places: Sequence[int],
+    compute: Callable[..., list[Tensor]], arguments: Sequence[Argument], places: Sequence[int], n_scalars: int
 ) -> str:
     """C++ for `run(table, n_leaves, scalars, threads)`, which works on the leaves of a table in place.
 
@@ -34,20 +28,18 @@ def source(
     row, and the addresses of the tensors, which are contiguous.
 
     Args:
-        compute: `compute(g, p, scalars, *more) -> new values`, elementwise in blocks.
-        n_inputs: How many of the tensors `compute` takes.
-        n_scalars: Length of the vector of scalars.
-        arguments: The tensors: g, p, what follows the scalars, and perhaps one that is only written.
-        places: For each new value, the tensor that it is written to.
+        compute: `compute(*arguments that are read) -> new values`, elementwise in blocks.
+        arguments: The tensors, one vector of scalars among them. Those that are only written come last.
+        places: For each new value, the tensor that it is written to, the vector not counted.
+        n_scalars: Length of the vector.
 
     Raises:
         Unsupported: for an operation whose bits are not fixed, or that is not elementwise in blocks.
     """
-    shapes = [(N, 1 if a.kind in ("block", "leaf") else B) for a in arguments[:n_inputs]]
-    args = [torch.ones(s, dtype=a.dtype, device="cpu") for s, a in zip(shapes, arguments, strict=False)]
-    scalars = torch.ones(n_scalars, dtype=torch.float32, device="cpu")
+    shapes = {"scalars": (n_scalars,), "block": (N, 1), "leaf": (N, 1), "element": (N, B), "code": (N, B)}
+    args = [torch.ones(shapes[a.kind], dtype=a.dtype, device="cpu") for a in arguments if a.read]
     try:
-        graph = make_fx(compute)(*args[:2], scalars, *args[2:]).graph
+        graph = make_fx(compute)(*args).graph
     except RuntimeError as error:  # for instance, a number is asked for: float(c.lr)
         raise Unsupported(f"it cannot be traced: {error}") from error
     return PRELUDE + Block(graph, arguments, places).text()

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from functional_lowbit import _optree
@@ -113,6 +114,57 @@ class Renewing(Composite):
     @abstractmethod
     def make(self, numbers: dict[str, Tensor]) -> GradientTransformation:
         """The inner transformation with these numbers."""
+
+
+class Pairing(Protocol):
+    """A parameter and the tensor beside it, read and written as one wider number.
+
+    Both functions are elementwise and are traced into kernels; those of equal pairings share kernels.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor beside the parameter, as kernels are given it."""
+        ...
+
+    def read(self, p: Tensor, beside: Tensor) -> Tensor:
+        """The wider number, float32."""
+        ...
+
+    def write(self, p: Tensor, beside: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+        """The parameter and the tensor beside it for a new float32 number."""
+        ...
+
+
+class Widening(Composite):
+    """A composite that keeps a tensor beside parameters, which are wider numbers with it than alone.
+
+    The inner transformation sees these wider parameters, and updates for them, in float32. Around everything else it is
+    a part of the compiled step's kernels, which read and write parameters by `pairing`; elsewhere it is called.
+    """
+
+    pairing: Pairing
+    resting: Any = None  # the part that keeps the tensors on the CPU, see `transforms._offload`; None: none does
+
+    @abstractmethod
+    def around(self, inner: GradientTransformation, resting: Any) -> "Widening":
+        """The same around another inner transformation, with tensors that rest as `resting` says."""
+
+    @abstractmethod
+    def beside(self, treedef: _optree.TreeDef, params: Sequence[Tensor], state: Any) -> Sequence[Tensor | None]:
+        """The tensor beside each parameter, as it rests; None beside one that is wide enough alone.
+
+        Raises:
+            ValueError: for the state of other parameters or of another transformation.
+        """
+
+    @abstractmethod
+    def part(self, p: Tensor, beside: Tensor) -> Tensor:
+        """This rank's part of the tensor beside a parameter, shaped like its part of that: a view, to be written to."""
+
+    @abstractmethod
+    def widened(self, p: Tensor, beside: Tensor | None) -> Tensor:
+        """The parameter as the inner transformation sees it, sharded as it is."""
 
 
 def init_with(tx: GradientTransformation, params: Tree, rest: Rest) -> Any:

@@ -1,7 +1,7 @@
 """Which machine code runs a leaf kernel: generated C++ on the CPU, torch.compile anywhere, or plain torch."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from threading import RLock
 from typing import Any, Protocol
 
@@ -11,8 +11,9 @@ from torch import Tensor
 from functional_lowbit._core.cpp.library import NoCompiler
 from functional_lowbit._core.cpp.ops import Unsupported
 from functional_lowbit._core.step import staging
-from functional_lowbit._core.step.kernel import KernelKey, count_moments, example, make_kernel
+from functional_lowbit._core.step.kernel import example, make_kernel
 from functional_lowbit._core.step.native import NativeKernel
+from functional_lowbit._core.step.slots import KernelKey, Slot, filled, of_leaf, slots_of
 from functional_lowbit._private import compiler_of, mark_dynamic
 
 RECOMPUTE = {"realize_reads_threshold": 16, "realize_opcount_threshold": 60, "realize_acc_reads_threshold": 16}
@@ -26,13 +27,10 @@ class Kernel(Protocol):
     """A leaf kernel that can be run."""
 
     graphs: int  # compiled for it so far
+    slots: tuple[Slot, ...]  # of the tensors of a leaf, in order
 
-    def run(self, leaves: Iterable[staging.Leaf], shaped: Sequence[bool], scalars: Tensor) -> None:
-        """Work on leaves in place.
-
-        For each of a leaf's tensors, `shaped` says whether it has the leaf's shape; else it has a row for each block,
-        or is one number for all of them.
-        """
+    def run(self, leaves: Iterable[staging.Leaf], scalars: Tensor) -> None:
+        """Work on leaves in place."""
         ...
 
 
@@ -41,7 +39,10 @@ class TorchKernel:
 
     def __init__(self, key: KernelKey, backend: str):
         self.graphs = 0
-        self._lengths_at = 2 + count_moments(key) if key.blocked else None
+        self.slots = of_leaf(slots_of(key))
+        self._arguments = slots_of(key, lengths=key.blocked)
+        own = of_leaf(self._arguments)
+        self._staged = [slot._replace(kind="block") if slot.kind == "leaf" else slot for slot in own]
         self._function = function = make_kernel(key)
         if backend == "eager":
             return
@@ -61,14 +62,31 @@ class TorchKernel:
             mark_dynamic(arg, dim)
         self._function(*args)
 
-    def run(self, leaves: Iterable[staging.Leaf], shaped: Sequence[bool], scalars: Tensor) -> None:
+    def run(self, leaves: Iterable[staging.Leaf], scalars: Tensor) -> None:
         """Work on leaves in place, in views and copies of the shapes that were compiled for."""
-        each, kinds = (staging.each_block(leaf, shaped) for leaf in leaves), shaped
-        if self._lengths_at is not None:
-            at = self._lengths_at
-            each = (staging.with_lengths(staging.each_block(leaf, shaped), at) for leaf in leaves)
-            kinds = [*shaped[:at], False, *shaped[at:]]
-        staging.run(each, kinds, lambda t: self._function(t[0], t[1], scalars, *t[2:]))
+        each = (self._by_blocks(leaf) for leaf in leaves)
+        staging.run(each, self._staged, lambda x: self._function(*filled(self._arguments, x, scalars=scalars)))
+
+    def _by_blocks(self, leaf: staging.Leaf) -> staging.Leaf:
+        """A leaf whose numbers for the whole leaf are repeated for each block, and whose blocks have lengths."""
+        if leaf.grid is None:
+            return leaf
+        rows, both = (leaf.grid.n_blocks, 1), zip(leaf.tensors, self.slots, strict=True)
+        tensors = [x.expand(rows).contiguous() if slot.kind == "leaf" else x for x, slot in both]
+        lengths = leaf.grid.lengths(tensors[0].device)
+        return staging.Leaf(leaf.grid, tuple(filled(self._staged, tensors, lengths=lengths)))
+
+
+class Kernels(dict[KernelKey, Kernel]):
+    """The kernels of one step, each made when it is first asked for."""
+
+    def __init__(self, backend: str | None):
+        super().__init__()
+        self.backend = backend
+
+    def __missing__(self, key: KernelKey) -> Kernel:
+        self[key] = kernel = kernel_for(key, self.backend)
+        return kernel
 
 
 _kernels: dict[tuple[KernelKey, str | None], Kernel] = {}

@@ -8,31 +8,36 @@ from torch import Tensor
 
 from functional_lowbit import _optree
 from functional_lowbit._core.state.moments import changed
-from functional_lowbit._core.step.program import HostGateOp, LeafOp, OpaqueOp
-from functional_lowbit._core.step.run import Run
+from functional_lowbit._core.step.call import Call
+from functional_lowbit._core.step.program import HostGateOp, OpaqueOp
 from functional_lowbit._optree import Tree
 from functional_lowbit.sharding import local_of
 
 
-def write_shared(run: Run, new_states: list[Any]) -> None:
-    """Let counters and other shared state go on, where the gates are open."""
-    run.written = True
-    for i, op in enumerate(run.ops):
-        old = run.states[i]
-        if isinstance(op, OpaqueOp) or not run.closed.isdisjoint(op.behind.hosts):
+def write_shared(call: Call) -> list[Any]:
+    """Let counters and other shared state go on, where the gates are open; returns the state of each operation."""
+    call.begin_to_write()
+    states = list(call.plan.states)
+    for i, (op, old) in enumerate(zip(call.plan.ops, call.plan.states, strict=True)):
+        if isinstance(op, OpaqueOp):
+            states[i] = call.states.get(i, old)
             continue
-        if isinstance(op, (LeafOp, HostGateOp)):
-            news = run.shared[i].state
-        else:
-            news = {n: v for n, v in new_states[i]._asdict().items() if v is not getattr(old, n)}
-        gates = [run.gates[gate] for gate in op.behind.gates]
+        gates = [call.gates[gate] for gate in op.behind.gates]
         if isinstance(op, HostGateOp):
-            for k in run.missed[i]:
-                for moment in run.moments[i][k]:
+            for k in call.missed.get(i, ()):
+                for moment in call.plan.moments[i][k].kept:
                     _write(moment, changed(partial(op.part.missed, state=old), moment), gates)
-        for name, new in news.items():
+        for name, new in _news(call, i).items():
             _write(getattr(old, name), new, gates)
-        new_states[i] = old
+    return states
+
+
+def _news(call: Call, i: int) -> dict[str, Any]:
+    """The fields that an operation has moved on, if it was made."""
+    if i in call.shared:
+        return call.shared[i].state
+    old, new = call.plan.states[i], call.states.get(i)
+    return {} if new is None else {name: x for name, x in new._asdict().items() if x is not getattr(old, name)}
 
 
 def _write(old: Tree, new: Tree, gates: list[Tensor]) -> None:

@@ -6,157 +6,164 @@ It is given plain tensors only and writes into them.
 import itertools
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from functional_lowbit._core.leafwise.returned import check_leaf, check_pair
 from functional_lowbit._core.leafwise.scalars import record
-from functional_lowbit._core.leafwise.update import Leafwise
+from functional_lowbit._core.step.slots import (
+    BESIDE,
+    LENGTHS,
+    NOISE,
+    ONE,
+    OUT,
+    PARAM,
+    SCALARS,
+    UPDATE,
+    KernelKey,
+    Result,
+    Stage,
+    moment_names,
+    numbers_of,
+    slots_of,
+    written,
+)
 from functional_lowbit.formats import Codec
-from functional_lowbit.formats._halves import CODE_DTYPES, read_master, step_to, write_master
 from functional_lowbit.rounding import bits, stochastic_round
-
-
-class Stage(NamedTuple):
-    """One leaf function inside a kernel. Hyperparameters are not part of it: they arrive as numbers."""
-
-    update_leaf: Callable[..., Any]
-    state_class: Any
-    moments: tuple[str, ...]
-    codecs: tuple[Codec | None, ...]  # for each moment; None: it rests in float32
-    scalars: tuple[str, ...]  # names, in the order in which the numbers arrive
-    gates: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls, rule: Leafwise, codecs: tuple[Codec | None, ...], scalars: tuple[str, ...], gates: tuple[int, ...]
-    ) -> "Stage":
-        """The stage of a leaf function whose moments rest in these formats."""
-        return cls(rule.update_leaf, rule.state_class, tuple(rule.moments), codecs, scalars, gates)
-
-
-class KernelKey(NamedTuple):
-    """Two leaves with equal keys share one compiled kernel, whatever their shapes and hyperparameters."""
-
-    stages: tuple[Stage, ...]
-    n_gates: int
-    apply: bool  # add the update to the parameter, or write it out
-    stochastic: bool  # round the new parameter stochastically, see `rounding`
-    master_bits: int  # 8 or 16: the parameter is half of its master, see `formats._halves`; 0: it is a whole number
-    blocked: bool  # tensors of [n_blocks, block] with scales, or flat [n]
-    param_dtype: torch.dtype
-    grad_dtype: torch.dtype
-    device: torch.device
-    discards: bool = False  # the update is not wanted, only the new moments are
-
 
 _serial = itertools.count()
 
 
 def make_compute(key: KernelKey, in_place: bool) -> Callable[..., list[Tensor]]:
-    """`compute(g, p, scalars, *moments) -> [*new moments, new p or u, or nothing more]`, pure.
-
-    `scalars` is float32[1 + n_gates + all stages' scalars]: a 1, then the gates (1 open, 0 closed), then the scalars.
-    `moments` are, stage by stage and field by field, codes and scales, or the one unscaled tensor. In place and in
-    blocks, the number of elements of each block follows, int32[n, 1]: the others are padding. For stochastic
-    rounding, `rounding.Words` of each block's first element, int32[n, 1] each, follow them. For master weights, the
-    codes of the errors follow; where the update is applied, the new codes come before the new p.
+    """`compute(*those of its slots that are read) -> [new value of each written one]`, pure.
 
     Args:
         key: What the kernel is made for.
-        in_place: Whether what is returned may be written to the arguments value by value, and 4-bit codes come two in
-            a byte. Else all arguments are read before anything is written, and each code has a byte of its own.
+        in_place: Whether what is returned may be written to the arguments value by value, 4-bit codes come two in a
+            byte, and blocks are padded to one length. Else all arguments are read before anything is written, each code
+            has a byte of its own, and no block is padded.
     """
-    n_gates = key.n_gates
-    records = tuple(record(stage.scalars) for stage in key.stages)
-    n_moments, padded = count_moments(key), in_place and key.blocked
+    slots = slots_of(key, lengths=in_place and key.blocked)
+    reads, writes = [slot.name for slot in slots if slot.read], [slot.name for slot in written(slots)]
+    at = {number: i for i, number in enumerate(numbers_of(key))}
+    stages = [_Stage(i, stage, in_place) for i, stage in enumerate(key.stages)]
 
-    def read(x: Tensor, scalars: Tensor) -> Tensor:
-        # A leaf function may return what it was given, as another moment or as the update. Where the buffer could be
-        # written before that is read, a product with 1 keeps it apart; inductor would remove a clone.
-        return x.float() * scalars[0] if in_place else x.float()
-
-    def compute(g: Tensor, p: Tensor, scalars: Tensor, *rest: Tensor) -> list[Tensor]:
-        is_open = [scalars[1 + i] > 0 for i in range(n_gates)]
-        u, p32 = g.float(), read(p, scalars)
-        if key.master_bits:
-            p32 = read_master(p.float(), rest[-1], p.dtype)
-        at, scalar_at = 0, 1 + n_gates
+    def compute(*arguments: Tensor) -> list[Tensor]:
+        given = dict(zip(reads, arguments, strict=True))
+        g, p, scalars = given[UPDATE], given[PARAM], given[SCALARS]
+        one = scalars[at[ONE]] if in_place else None
+        is_open = [scalars[at[gate]] > 0 for gate in range(key.n_gates)]
+        u, p32 = g.float(), _read(p, one)
+        if key.pairing is not None:
+            p32 = key.pairing.read(p, given[BESIDE])
         lane = torch.arange(g.shape[-1], dtype=torch.int32, device=g.device)
-        real = lane < rest[n_moments] if padded else None
-        outs: list[Tensor] = []
-        for (update_leaf, state_class, names, codecs, scalar_names, gates), c_class in zip(
-            key.stages, records, strict=True
-        ):
-            fields: dict[str, Any] = dict.fromkeys(state_class._fields)
-            places = []
-            for name, codec in zip(names, codecs, strict=True):
-                parts = list(rest[at : at + (1 if codec is None else codec.parts)])
-                at += len(parts)
-                places.append(parts)
-                scales = parts[1] if len(parts) > 1 else None
-                if codec is None:
-                    fields[name] = read(parts[0], scalars)
-                else:
-                    fields[name] = (
-                        codec.read(parts[0], scales, g.shape[-1]) if in_place else codec.decode(parts[0], scales)
-                    )
-            c = c_class(*[scalars[scalar_at + i] for i in range(len(scalar_names))])
-            scalar_at += len(scalar_names)
-            u, new = check_pair(update_leaf, state_class, update_leaf(u, state_class(**fields), p32, c))
-            news = [getattr(new, name) for name in names]
-            check_leaf(update_leaf, g, u, dict(zip(names, news, strict=True)))
+        real = lane < given[LENGTHS] if LENGTHS in given else None
+        new: dict[str, Tensor] = {}
+        for stage in stages:
+            old = stage.read(given, g.shape[-1], one)
+            c = stage.record(*[scalars[at[number]] for number in stage.numbers])
+            u, moments = stage.call(u, old, p32, c)
+            gates = [is_open[gate] for gate in stage.gates]
             for gate in gates:
-                u = torch.where(is_open[gate], u, 0.0)
-            for name, parts, codec, value in zip(names, places, codecs, news, strict=True):
-                if real is not None and codec is not None and codec.parts == 2:
-                    value = torch.where(real, value, 0.0)  # what a leaf function makes of padding is in no block
-                kept = [is_open[gate] for gate in gates]
-                if codec is not None and not codec.idempotent:
-                    kept.append((value != fields[name]).any(dim=-1, keepdim=True))
-                written = (value, None) if codec is None else (codec.write if in_place else codec.encode)(value)
-                for place, part in zip(parts, written, strict=False):
-                    assert part is not None
-                    for condition in kept:
-                        # Codes are kept, not decoded values: not every format writes what it read as the same code.
-                        part = torch.where(condition, part, place)
-                    outs.append(part)
-        if key.discards:
-            return outs
-        if key.apply and key.master_bits:
-            u, codes = step_to(p, *write_master(p32 + u, p.dtype, key.master_bits))
-            outs.append(codes)
-        if key.apply:
-            u = p.to(torch.promote_types(p.dtype, torch.float32)) + u
-        if key.stochastic:
-            low, high, counter = rest[n_moments + padded : n_moments + padded + 3]
-            noise = bits(low, high, counter + lane)
-            u = stochastic_round(u, p.dtype, noise)
-        return [*outs, u.to(p.dtype) if key.apply else u]
+                u = torch.where(gate, u, 0.0)
+            new.update(stage.write(given, old, moments, gates, real))
+        if key.result is Result.KEPT:
+            new[OUT] = u
+        elif key.apply and key.pairing is not None:
+            new[PARAM], new[BESIDE] = key.pairing.write(p, given[BESIDE], p32 + u)
+        elif key.apply:
+            total = p.to(torch.promote_types(p.dtype, torch.float32)) + u
+            if key.stochastic:
+                low, high, counter = (given[name] for name in NOISE)
+                total = stochastic_round(total, p.dtype, bits(low, high, counter + lane))
+            new[PARAM] = total.to(p.dtype)
+        return [new[name] for name in writes]
 
     return compute
 
 
-def count_moments(key: KernelKey) -> int:
-    """How many tensors the moments rest in."""
-    return sum(1 if codec is None else codec.parts for stage in key.stages for codec in stage.codecs)
+def _read(x: Tensor, one: Tensor | None) -> Tensor:
+    """A float32 copy of an argument.
+
+    A leaf function may return what it was given, as another moment or as the update. Where the buffer could be written
+    before that is read, a product with 1 keeps it apart; inductor would remove a clone.
+    """
+    return x.float() if one is None else x.float() * one
+
+
+class _Stage:
+    """A stage of a kernel at work, on arguments by name."""
+
+    def __init__(self, i: int, stage: Stage, in_place: bool):
+        self.stage, self.in_place = stage, in_place
+        self.gates = stage.gates
+        self.record = record(stage.scalars)
+        self.numbers = [(i, name) for name in stage.scalars]
+        self.moments: list[tuple[str, Codec | None, str, str]] = [
+            (field, codec, *moment_names(i, field)) for field, codec in zip(stage.moments, stage.codecs, strict=True)
+        ]
+
+    def read(self, given: dict[str, Tensor], block: int, one: Tensor | None) -> dict[str, Tensor]:
+        """The moments in float32."""
+        values = {}
+        for field, codec, name, scales in self.moments:
+            if codec is None:
+                values[field] = _read(given[name], one)
+            elif self.in_place:
+                values[field] = codec.read(given[name], given.get(scales), block)
+            else:
+                values[field] = codec.decode(given[name], given.get(scales))
+        return values
+
+    def call(self, u: Tensor, moments: dict[str, Tensor], p: Tensor, c: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The leaf function: the new update and the new moments."""
+        function, state_class = self.stage.update_leaf, self.stage.state_class
+        state = state_class(**{**dict.fromkeys(state_class._fields), **moments})
+        new_u, new_state = check_pair(function, state_class, function(u, state, p, c))
+        new = {field: getattr(new_state, field) for field in self.stage.moments}
+        check_leaf(function, u, new_u, new)
+        return new_u, new
+
+    def write(
+        self,
+        given: dict[str, Tensor],
+        old: dict[str, Tensor],
+        new: dict[str, Tensor],
+        gates: list[Tensor],
+        real: Tensor | None,
+    ) -> dict[str, Tensor]:
+        """The new moments as they rest, or the old ones where a gate is closed; `real` is False at padding."""
+        outs = {}
+        for field, codec, name, scales in self.moments:
+            value, kept = new[field], list(gates)
+            if real is not None and codec is not None and codec.parts == 2:
+                value = torch.where(real, value, 0.0)  # what a leaf function makes of padding is in no block
+            if codec is not None and not codec.idempotent:
+                kept.append((value != old[field]).any(dim=-1, keepdim=True))
+            stored = (value, None) if codec is None else (codec.write if self.in_place else codec.encode)(value)
+            for place, part in zip((name, scales), stored, strict=True):
+                if part is None:
+                    continue
+                for condition in kept:
+                    # Codes are kept, not decoded values: not every format writes what it read as the same code.
+                    part = torch.where(condition, part, given[place])
+                outs[place] = part
+        return outs
 
 
 def make_kernel(key: KernelKey) -> Callable[..., None]:
-    """`kernel(g, p, scalars, *rest)`; if updates are neither applied nor discarded, an `out` for them is the last.
+    """`kernel(*all of its slots)`, which writes what is computed into the arguments; blocks are told their lengths."""
+    compute, slots = make_compute(key, in_place=True), slots_of(key, lengths=key.blocked)
+    names, reads = [slot.name for slot in slots], [slot.name for slot in slots if slot.read]
+    writes = [slot.name for slot in written(slots)]
 
-    The arguments are those of `compute`. Moments, and `p` or `out`, are written.
-    """
-    compute, apply, n_moments = make_compute(key, in_place=True), key.apply, count_moments(key)
-    has_out = not (apply or key.discards)
-
-    def kernel(g: Tensor, p: Tensor, scalars: Tensor, *rest: Tensor) -> None:
-        places = list(rest[:n_moments])
-        places += [*rest[-1:], p] if apply and key.master_bits else [p] if apply else rest[-1:] if has_out else []
-        for place, new in zip(places, compute(g, p, scalars, *(rest[:-1] if has_out else rest)), strict=True):
-            place.copy_(new)
+    def kernel(*arguments: Tensor) -> None:
+        given = dict(zip(names, arguments, strict=True))
+        news = compute(*[given[name] for name in reads])
+        for name, new in zip(writes, news, strict=True):
+            given[name].copy_(new)
 
     # Dynamo keeps its caches by code object, and limits their length: each kernel needs a code object of its own.
     code = kernel.__code__.replace(co_name=f"leaf_kernel_{next(_serial)}")
@@ -170,33 +177,13 @@ def example(key: KernelKey) -> tuple[list[Tensor], list[tuple[Tensor, int]]]:
     """
     n, block = 96, 240  # unlike each other, so that they are not taken for one size
     shape = (n, block) if key.blocked else (n * block,)
-    device = key.device
     args: list[Tensor] = []
     varying: list[tuple[Tensor, int]] = []
-
-    def add(shape: tuple[int, ...], dtype: torch.dtype, value: float = 0.0) -> None:
-        args.append(torch.full(shape, value, dtype=dtype, device=device))
-        varying.extend((args[-1], d) for d, size in enumerate(shape) if size > 1)
-
-    add(shape, key.grad_dtype)
-    add(shape, key.param_dtype)
-    n_scalars = 1 + key.n_gates + sum(len(stage.scalars) for stage in key.stages)
-    args.append(torch.ones(n_scalars, dtype=torch.float32, device=device))
-    for stage in key.stages:
-        for codec in stage.codecs:
-            if codec is None:
-                add(shape, torch.float32)
-            elif codec.zero_scale is None:
-                add(shape, codec.dtype, codec.zero_code)
-            else:
-                add((n, codec.width(block)), codec.dtype, codec.stored_zero)
-                add((n, 1), torch.float32, codec.zero_scale)
-    if key.blocked:
-        add((n, 1), torch.int32, block)
-    for _ in range(3 if key.stochastic else 0):
-        add((n, 1), torch.int32)
-    if key.master_bits:
-        add(shape, CODE_DTYPES[key.master_bits])
-    if not (key.apply or key.discards):
-        add(shape, torch.float32)
+    for slot in slots_of(key, lengths=key.blocked):
+        shapes = {"element": shape, "code": (n, -(-block // (2 if slot.packed else 1)))}
+        size = (len(numbers_of(key)),) if slot.kind == "scalars" else shapes.get(slot.kind, (n, 1))
+        zero = block if slot.name == LENGTHS else slot.zero
+        args.append(torch.full(size, zero, dtype=slot.dtype, device=key.device))
+        if slot.kind != "scalars":
+            varying.extend((args[-1], d) for d, length in enumerate(size) if length > 1)
     return args, varying

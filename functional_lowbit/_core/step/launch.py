@@ -1,133 +1,162 @@
 """The operations that are pending on leaves, run as kernels: one for each group of leaves that are treated alike."""
 
 from collections.abc import Sequence
-from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from functional_lowbit._core.state.masters import local_codes
-from functional_lowbit._core.state.quantized import QuantizedTensor
 from functional_lowbit._core.step import staging, streamed
-from functional_lowbit._core.step.backends import Kernel, kernel_for
-from functional_lowbit._core.step.kernel import KernelKey, Stage
+from functional_lowbit._core.step.call import Call
 from functional_lowbit._core.step.noise import Start
-from functional_lowbit._core.step.run import Run, codec_of, grid_of_moments, shapes_of, vector
-from functional_lowbit.sharding import local_of
+from functional_lowbit._core.step.plan import Plan
+from functional_lowbit._core.step.slots import (
+    BESIDE,
+    NOISE,
+    ONE,
+    OUT,
+    PARAM,
+    UPDATE,
+    KernelKey,
+    Result,
+    Slot,
+    Stage,
+    numbers_of,
+)
+from functional_lowbit.formats import Codec
 
-ONE = torch.ones((), dtype=torch.float32)
+ALWAYS = torch.ones((), dtype=torch.float32)  # the number 1, and a gate that is open
 
 
-class Result(Enum):
-    """What becomes of the updates."""
+class Group(NamedTuple):
+    """What leaves have in common that share a kernel."""
 
-    APPLIED = "added to the parameters"
-    KEPT = "handed to what comes next"
-    DISCARDED = "taken for 0 from here on"
+    ops: tuple[int, ...]
+    codecs: tuple[tuple[Codec | None, ...], ...]  # for each operation, of each moment
+    result: Result
+    stochastic: bool
+    is_widened: bool
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, call: Call, leaf: int, result: Result) -> "Group":
+        """The group of a leaf. New parameters that a kernel cannot round are rounded behind it."""
+        plan, ops = call.plan, tuple(call.pending[leaf])
+        rounds = result is Result.APPLIED and plan.rounds(leaf)
+        stochastic = rounds and _start(plan, ops, leaf) is not None
+        return cls(
+            ops,
+            tuple([plan.moments[i][leaf].codecs for i in ops]),
+            Result.KEPT if rounds and not stochastic else result,
+            stochastic,
+            plan.beside[leaf] is not None,
+            plan.params.locals[leaf].dtype,
+            call.updates[leaf].dtype,
+            plan.params.locals[leaf].device,
+        )
+
+    def key(self, call: Call) -> KernelKey:
+        """What their kernel is made for."""
+        ops, widening = call.plan.ops, call.plan.program.widening
+        stages = tuple(
+            Stage.of(ops[i].rule, codecs, tuple(call.shared[i].scalars), ops[i].behind.gates)
+            for i, codecs in zip(self.ops, self.codecs, strict=True)
+        )
+        pairing = widening.pairing if widening is not None and self.is_widened else None
+        dtypes = self.param_dtype, self.grad_dtype
+        return KernelKey(stages, len(call.gates), self.result, self.stochastic, pairing, *dtypes, self.device)
 
 
-def flush(run: Run, used: dict[KernelKey, Kernel], leaves: Sequence[int]) -> None:
+def flush(call: Call, leaves: Sequence[int]) -> None:
     """Run what is pending on some leaves, since what comes next looks at the result."""
-    waiting = [i for i in leaves if run.pending[i] and run.updates[i] is not None]
+    waiting = [i for i in leaves if call.pending[i] and call.updates[i] is not None]
     if waiting:
-        launch(run, used, waiting, Result.KEPT)
+        launch(call, waiting, Result.KEPT)
 
 
-def launch(run: Run, used: dict[KernelKey, Kernel], leaves: Sequence[int], result: Result) -> None:
+def launch(call: Call, leaves: Sequence[int], result: Result) -> None:
     """Run what is pending on some leaves as one kernel for each group of them.
 
     Args:
-        run: The call.
-        used: Kernels of the step; new ones are added.
+        call: The step.
         leaves: Their indices; those without an update are left out.
         result: What becomes of the updates.
     """
-    apply = result is Result.APPLIED
-    run.fill([i for i in leaves if run.pending[i]])
-    run.localize()
-    groups: dict[Any, list[int]] = {}
+    call.fill([i for i in leaves if call.pending[i]])
+    call.localize()
+    groups: dict[Group, list[int]] = {}
     for i in leaves:
-        update = run.updates[i]
-        if update is None or (apply and i in run.zero):
-            continue
-        ops = tuple(run.pending[i])
-        codecs = tuple(tuple(codec_of(m) for m in run.moments[j][i]) for j in ops)
-        place = run.locals[i]
-        rounds = apply and run.rounds(i)
-        fused = rounds and _start(run, ops, i) is not None
-        kind = (place.dtype, update.dtype, place.device)
-        bits = 0 if run.codes[i] is None else run.master_bits
-        groups.setdefault((ops, codecs, *kind, apply and rounds == fused, fused, bits), []).append(i)
+        if call.updates[i] is not None and not (result is Result.APPLIED and i in call.zero):
+            groups.setdefault(Group.of(call, i, result), []).append(i)
     outs: dict[int, Tensor] = {}
-    calls = []
-    for (ops, codecs, param_dtype, grad_dtype, device, in_place, stochastic, bits), members in groups.items():
-        stages = tuple(
-            Stage.of(_rule(run, j), c, tuple(run.shared[j].scalars), run.ops[j].behind.gates)
-            for j, c in zip(ops, codecs, strict=True)
-        )
-        blocked = stochastic or any(c is not None and c.parts == 2 for cs in codecs for c in cs)
-        discards = result is Result.DISCARDED
-        key = KernelKey(
-            stages, len(run.gates), in_place, stochastic, bits, blocked, param_dtype, grad_dtype, device, discards
-        )
-        kernel = used.get(key)
-        if kernel is None:
-            kernel = used[key] = kernel_for(key, run.backend)
-        scalars = vector(
-            [ONE] + [g.float() for g in run.gates.values()] + [x for j in ops for x in run.shared[j].scalars.values()],
-            device,
-        )
-        shaped = [True, True, *(s for cs in codecs for c in cs for s in shapes_of(c))]
-        shaped += [False] * 3 if stochastic else []
-        shaped += [True] if bits else []
-        if not in_place and not discards:
-            shaped.append(True)
+    batches = []
+    for group, members in groups.items():
+        if group.result is Result.KEPT:
             for i in members:
-                outs[i] = torch.empty(run.locals[i].shape, dtype=torch.float32, device=device)
-        starts = {i: _start(run, ops, i) for i in members} if stochastic else {}
-        tensors = [_leaf(run, ops, i, outs.get(i), starts.get(i)) for i in members]
-        at_rest = [(run.ops[j].behind.resting, c) for j, c in zip(ops, codecs, strict=True)]
-        at_rest += [(run.master_resting, (None,))] if bits else []
-        calls.append(streamed.Call(kernel, tensors, shaped, scalars, *streamed.resting(at_rest)))
-    streamed.run(calls, run.begin_to_write)
+                outs[i] = torch.empty(call.plan.params.locals[i].shape, dtype=torch.float32, device=group.device)
+        batches.append(_batch(call, group, members, outs))
+    streamed.run(batches, call.begin_to_write)
     for i in leaves:
-        run.pending[i] = []
-        if result is Result.DISCARDED and run.updates[i] is not None:
-            run.zero.add(i)
+        call.pending[i] = []
+        if result is Result.DISCARDED and call.updates[i] is not None:
+            call.zero.add(i)
     for i, out in outs.items():
-        if apply:
-            assert run.noise is not None
-            run.noise.round_(run.locals[i], out, i, run.params[i].shape, run.specs[i])
+        if result is Result.KEPT:
+            call.updates[i] = out
         else:
-            run.updates[i] = out
+            noise, params = call.plan.noise, call.plan.params
+            assert noise is not None
+            noise.round_(params.locals[i], out, i, params.given[i].shape, params.specs[i])
 
 
-def _start(run: Run, ops: tuple[int, ...], i: int) -> Start | None:
-    """Where the noise of a leaf's blocks starts."""
-    assert run.noise is not None
-    return run.noise.start(run.params[i].shape, run.specs[i], grid_of_moments(run, ops, i))
+def _batch(call: Call, group: Group, members: Sequence[int], outs: dict[int, Tensor]) -> streamed.Batch:
+    """The leaves of a group with their kernel, and all that it is given."""
+    plan, params, widening, key = call.plan, call.plan.params, call.plan.program.widening, group.key(call)
+    kernel = call.kernels[key]
+    numbers: dict[Any, Tensor] = {ONE: ALWAYS, **call.gates}
+    for stage, i in enumerate(group.ops):
+        numbers |= {(stage, name): x for name, x in call.shared[i].scalars.items()}
+    scalars = vector([numbers[number] for number in numbers_of(key)], group.device)
+    starts = [_start(plan, group.ops, i) if group.stochastic else None for i in members]
+    grids = [plan.grid(group.ops, i) if start is None else start.grid for i, start in zip(members, starts, strict=True)]
+    given: dict[str, Sequence[Any]] = {
+        UPDATE: [call.updates[i] for i in members],
+        PARAM: [params.locals[i] for i in members],
+        OUT: [outs.get(i) for i in members],
+    }
+    for stage, op in enumerate(group.ops):
+        names = [slot.name for slot in kernel.slots if slot.stage == stage]
+        if names:
+            given |= zip(names, zip(*(plan.moments[op][i].tensors() for i in members), strict=True), strict=True)
+    if group.is_widened and widening is not None:
+        given[BESIDE] = [widening.part(params.given[i], x) for i in members if (x := plan.beside[i]) is not None]
+    if plan.noise is not None and group.stochastic:
+        words = [plan.noise.words(i, start, group.device) for i, start in zip(members, starts, strict=True) if start]
+        given |= zip(NOISE, zip(*words, strict=True), strict=True)
+    rows = zip(*(given[slot.name] for slot in kernel.slots), strict=True)
+    leaves = [staging.Leaf(grid, tensors) for grid, tensors in zip(grids, rows, strict=True)]
+    return streamed.Batch(kernel, leaves, scalars, tuple([_resting(call, group, slot) for slot in kernel.slots]))
 
 
-def _leaf(run: Run, ops: tuple[int, ...], i: int, out: Tensor | None, start: Start | None) -> staging.Leaf:
-    """A leaf with all its tensors, in the kernel's order."""
-    tensors = [run.updates[i], run.locals[i]]
-    for j in ops:
-        for moment in run.moments[j][i]:
-            if isinstance(moment, QuantizedTensor):
-                tensors += [x for x in moment.local_blocks() if x is not None]
-            else:
-                tensors.append(local_of(moment))
-    if start is not None:
-        assert run.noise is not None
-        tensors += run.noise.words(i, start, run.locals[i].device)
-    if run.codes[i] is not None:
-        tensors.append(local_codes(run.codes[i], run.params[i]))
-    if out is not None:
-        tensors.append(out)
-    return staging.Leaf(grid_of_moments(run, ops, i) if start is None else start.grid, tuple(tensors))
+def _start(plan: Plan, ops: Sequence[int], leaf: int) -> Start | None:
+    """Where the noise of the blocks of a leaf starts; None if that is not one place for each block."""
+    assert plan.noise is not None
+    return plan.noise.start(plan.params.given[leaf].shape, plan.params.specs[leaf], plan.grid(ops, leaf))
 
 
-def _rule(run: Run, j: int) -> Any:
-    """The leaf function of an operation that is pending."""
-    return run.ops[j].rule  # type: ignore[union-attr]
+def _resting(call: Call, group: Group, slot: Slot) -> Any:
+    """Who says how what is given in a slot rests, if that is elsewhere."""
+    widening = call.plan.program.widening
+    if slot.stage is not None:
+        return call.plan.ops[group.ops[slot.stage]].behind.resting
+    return widening.resting if widening is not None and slot.name == BESIDE else None
+
+
+def vector(scalars: list[Tensor], device: torch.device) -> Tensor:
+    """0-d tensors, wherever they are, as one float32 vector on a device."""
+    scalars = [x.float() for x in scalars]
+    if all(x.device == scalars[0].device for x in scalars):
+        return torch.stack(scalars).to(device)
+    return torch.stack([x.to(device) for x in scalars])

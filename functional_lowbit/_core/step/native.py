@@ -2,7 +2,7 @@
 
 import ctypes
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor
 from functional_lowbit._core.cpp import library
 from functional_lowbit._core.cpp.loops import Argument
 from functional_lowbit._core.cpp.source import source
-from functional_lowbit._core.step.kernel import KernelKey, make_compute
+from functional_lowbit._core.step.kernel import make_compute
+from functional_lowbit._core.step.slots import PARAM, UPDATE, KernelKey, numbers_of, of_leaf, slots_of, written
 from functional_lowbit._core.step.staging import Leaf
 from functional_lowbit.formats._grid import Grid
-from functional_lowbit.formats._halves import CODE_DTYPES
 
 PLAIN = (Tensor, torch.nn.Parameter)  # others may have no memory of their own
 FLAT_BLOCK = 1024  # elements worked on together where no moment has blocks
@@ -31,29 +31,16 @@ class NativeKernel:
     graphs = 1
 
     def __init__(self, key: KernelKey):
-        arguments = [Argument(key.grad_dtype, "element"), Argument(key.param_dtype, "element")]
-        for codec in (codec for stage in key.stages for codec in stage.codecs):
-            if codec is None or codec.parts == 1:
-                arguments.append(Argument(torch.float32 if codec is None else codec.dtype, "element"))
-            else:
-                arguments.append(Argument(codec.dtype, "code", codec.packing == 2))
-                arguments.append(Argument(torch.float32, "block"))
-        places = [*range(2, len(arguments))]
-        if key.stochastic:
-            arguments += [Argument(torch.int32, kind) for kind in ("leaf", "leaf", "block")]
-        if key.master_bits:
-            if key.apply:
-                places.append(len(arguments))
-            arguments.append(Argument(CODE_DTYPES[key.master_bits], "element"))
-        n_inputs = len(arguments)
-        if not (key.apply or key.discards):
-            arguments.append(Argument(torch.float32, "element"))
-        if not key.discards:
-            places.append(1 if key.apply else n_inputs)
-        self._places = frozenset(places)
-        n_scalars = 1 + key.n_gates + sum(len(stage.scalars) for stage in key.stages)
-        compute = make_compute(key, in_place=False)
-        text = source(compute, n_inputs, n_scalars, arguments, places)
+        every = slots_of(key)
+        self.slots = of_leaf(every)
+        text = source(
+            make_compute(key, in_place=False),
+            [Argument(slot.dtype, slot.kind, slot.packed, slot.read) for slot in every],
+            [self.slots.index(slot) for slot in written(every)],
+            len(numbers_of(key)),
+        )
+        self._is_written = [slot.written for slot in self.slots]
+        self._is_foreign = [slot.name in (UPDATE, PARAM) for slot in self.slots]
         self._run = library.load(text).run
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
         self._run.restype = None
@@ -61,14 +48,8 @@ class NativeKernel:
     def __deepcopy__(self, memo: dict[int, Any]) -> "NativeKernel":
         return self  # it has no state, and its code cannot be copied
 
-    def run(self, leaves: Iterable[Leaf], shaped: Sequence[bool], scalars: Tensor) -> None:
-        """Work on leaves in place.
-
-        Args:
-            leaves: Their tensors, in the kernel's order: those at its places are written, the others read.
-            shaped: For each of a leaf's tensors, whether it has the leaf's shape; else it is [n_blocks, any] or [].
-            scalars: float32, contiguous.
-        """
+    def run(self, leaves: Iterable[Leaf], scalars: Tensor) -> None:
+        """Work on leaves in place. The scalars are contiguous."""
         table = array("q")
         copies: list[tuple[Tensor, Tensor]] = []
         alive: list[Tensor] = []  # copies of what is only read, until the call is over
@@ -80,14 +61,14 @@ class NativeKernel:
                 continue
             grid = leaf.grid or Grid(1, size, FLAT_BLOCK, -(-size // FLAT_BLOCK))
             table.extend((grid.n_blocks, grid.row_length, grid.block, grid.blocks_per_row))
-            for i, x in enumerate(leaf.tensors):
-                if not x.is_contiguous() or (i < 2 and not _is_plain(x)):
+            for x, is_written, is_foreign in zip(leaf.tensors, self._is_written, self._is_foreign, strict=True):
+                if not x.is_contiguous() or (is_foreign and not _is_plain(x)):
                     original, x = x, torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x)
-                    if i in self._places:
+                    if is_written:
                         copies.append((original, x))
                     else:
                         alive.append(x)
-                if i in self._places:
+                if is_written:
                     written.append(x)
                 table.append(x.data_ptr())
             numel += size

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from functional_lowbit import _optree
 from functional_lowbit._core.leafwise.update import Leafwise
 from functional_lowbit._core.state.observing import Observing
-from functional_lowbit._core.state.parts import Composite, Gated, HostGated, Renewing
+from functional_lowbit._core.state.parts import Composite, Gated, HostGated, Renewing, Widening
 from functional_lowbit._optree import Tree
 
 
@@ -21,9 +21,7 @@ class Behind:
 
     gates: tuple[int, ...] = ()  # it takes effect if all of these are open, which kernels are told in numbers
     hosts: tuple[int, ...] = ()  # it is run at all if all of these are open, which the host decides
-    resting: Any = (
-        None  # the part that keeps moments on the CPU, see `transforms._offload`; None: they are with the parameters
-    )
+    resting: Any = None  # the part that keeps moments on the CPU, see `parts.Composite`; None: none does
 
 
 @dataclass(frozen=True)
@@ -93,6 +91,11 @@ class Program:
     inner: "tuple[Program, ...]" = ()
     numbers: tuple[float, ...] | None = None  # that the inner program was last made with, behind a `RenewOp`
 
+    @property
+    def widening(self) -> Widening | None:
+        """What is around everything else, if it widens parameters for what is inside, and that was taken apart."""
+        return self.update if isinstance(self.update, Widening) and self.own is None else None
+
     def ops(self) -> "Iterator[Op]":
         """All operations, in order."""
         if self.own is not None:
@@ -139,13 +142,13 @@ def _seen(params: Tree, treedef: _optree.TreeDef) -> list[bool]:
 
 def lower(update: Any) -> Program:
     """Take an update function apart."""
-    return _lower(update, Behind(), [0, 0])
+    return _lower(update, Behind(), [0, 0], is_outermost=True)
 
 
-def _lower(update: Any, behind: Behind, counters: list[int]) -> Program:
+def _lower(update: Any, behind: Behind, counters: list[int], is_outermost: bool = False) -> Program:
     if isinstance(update, Leafwise) and update.check_declaration() and update.elementwise:
         return Program(update, LeafOp(update, behind))
-    if not isinstance(update, Composite):
+    if not isinstance(update, Composite) or (isinstance(update, Widening) and not is_outermost):
         return Program(update, OpaqueOp(update, behind))
     own: Op | None = None
     outside, before = behind, list(counters)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from functional_lowbit._core.step.slots import Slot
 from functional_lowbit._private import foreach_copy_
 from functional_lowbit.formats._grid import Grid
 
@@ -24,7 +25,7 @@ class Leaf(NamedTuple):
     """This rank's part of one leaf."""
 
     grid: Grid | None  # None: no moment has scales, and the leaf is worked on as a flat tensor
-    tensors: tuple[Tensor, ...]  # the kernel's arguments: gradient, parameter, moments, …
+    tensors: tuple[Tensor, ...]  # one for each slot of the kernel
 
     @property
     def numel(self) -> int:
@@ -32,31 +33,12 @@ class Leaf(NamedTuple):
         return self.tensors[0].numel()
 
 
-def each_block(leaf: Leaf, shaped: Sequence[bool]) -> Leaf:
-    """A leaf whose numbers for the whole leaf are repeated for each of its blocks."""
-    if all(like or x.ndim for x, like in zip(leaf.tensors, shaped, strict=True)):
-        return leaf
-    assert leaf.grid is not None
-    rows = (leaf.grid.n_blocks, 1)
-    tensors = (
-        x if like or x.ndim else x.expand(rows).contiguous() for x, like in zip(leaf.tensors, shaped, strict=True)
-    )
-    return Leaf(leaf.grid, tuple(tensors))
-
-
-def with_lengths(leaf: Leaf, at: int) -> Leaf:
-    """A leaf with the lengths of its blocks in front of tensor `at`."""
-    assert leaf.grid is not None
-    lengths = leaf.grid.lengths(leaf.tensors[0].device)
-    return Leaf(leaf.grid, (*leaf.tensors[:at], lengths, *leaf.tensors[at:]))
-
-
-def run(leaves: Iterable[Leaf], shaped: Sequence[bool], call: Callable[[list[Tensor]], None]) -> None:
+def run(leaves: Iterable[Leaf], slots: Sequence[Slot], call: Callable[[list[Tensor]], None]) -> None:
     """Call the kernel for leaves that share it.
 
     Args:
-        leaves: Not empty ones only; their first tensor (the gradient) is read, the others may be written.
-        shaped: For each of a leaf's tensors, whether it has the leaf's shape; else it is [n_blocks, any].
+        leaves: Some may be empty.
+        slots: Of their tensors; none is one number for a whole leaf.
         call: Takes the tensors as the kernel wants them, and writes into them.
     """
     pending: dict[int, list[Leaf]] = {}
@@ -64,20 +46,21 @@ def run(leaves: Iterable[Leaf], shaped: Sequence[bool], call: Callable[[list[Ten
     for leaf in leaves:
         if leaf.numel == 0:
             continue
-        if _is_direct(leaf, shaped):
-            views = [_spread(leaf.grid, x) if like else x for x, like in zip(leaf.tensors, shaped, strict=True)]
+        if _is_direct(leaf, slots):
+            both = zip(leaf.tensors, slots, strict=True)
+            views = [_spread(leaf.grid, x) if slot.shaped else x for x, slot in both]
             for first, last in _spans(views[0].shape[0], PART // (1 if leaf.grid is None else leaf.grid.block)):
                 call([x[first:last] for x in views])
             continue
         block = 0 if leaf.grid is None else leaf.grid.block
-        for piece in pieces(leaf, shaped, CHUNK):
+        for piece in pieces(leaf, slots, CHUNK):
             pending.setdefault(block, []).append(piece)
             waiting[block] = waiting.get(block, 0) + piece.numel
             if waiting[block] >= CHUNK:
-                _run_staged(pending.pop(block), shaped, call)
+                _run_staged(pending.pop(block), slots, call)
                 waiting[block] = 0
     for batch in pending.values():
-        _run_staged(batch, shaped, call)
+        _run_staged(batch, slots, call)
 
 
 def _spans(length: int, step: int) -> Iterator[tuple[int, int]]:
@@ -88,10 +71,10 @@ def _spans(length: int, step: int) -> Iterator[tuple[int, int]]:
         yield first, length if last >= length - 1 else last
 
 
-def _is_direct(leaf: Leaf, shaped: Sequence[bool]) -> bool:
+def _is_direct(leaf: Leaf, slots: Sequence[Slot]) -> bool:
     if leaf.numel < SMALL or (leaf.grid is not None and (leaf.grid.padding or leaf.grid.n_blocks < 2)):
         return False
-    return all(x.is_contiguous() for x, like in zip(leaf.tensors, shaped, strict=True) if like)
+    return all(x.is_contiguous() for x, slot in zip(leaf.tensors, slots, strict=True) if slot.shaped)
 
 
 def _spread(grid: Grid | None, x: Tensor) -> Tensor:
@@ -108,7 +91,7 @@ def _gathered(grid: Grid | None, x: Tensor, shape: Sequence[int]) -> Tensor:
     return grid.from_blocks(x, shape)
 
 
-def pieces(leaf: Leaf, shaped: Sequence[bool], size: int) -> Iterator[Leaf]:
+def pieces(leaf: Leaf, slots: Sequence[Slot], size: int) -> Iterator[Leaf]:
     """A leaf to be staged, in pieces of at most `size` elements: rows, or for a single row blocks.
 
     A block is never cut, nor is a single row that does not lie in one piece of memory; such pieces may be larger.
@@ -118,8 +101,9 @@ def pieces(leaf: Leaf, shaped: Sequence[bool], size: int) -> Iterator[Leaf]:
         yield leaf
         return
     if grid is None or grid.rows == 1:
-        if all(x.is_contiguous() or x.ndim == 1 for x, like in zip(leaf.tensors, shaped, strict=True) if like):
-            leaf = Leaf(grid, tuple(x.view(-1) if like else x for x, like in zip(leaf.tensors, shaped, strict=True)))
+        both = list(zip(leaf.tensors, slots, strict=True))
+        if all(x.is_contiguous() or x.ndim == 1 for x, slot in both if slot.shaped):
+            leaf = Leaf(grid, tuple(x.view(-1) if slot.shaped else x for x, slot in both))
         elif grid is not None:
             yield leaf
             return
@@ -132,43 +116,39 @@ def pieces(leaf: Leaf, shaped: Sequence[bool], size: int) -> Iterator[Leaf]:
         for first in range(0, rows, step):
             last = min(first + step, rows)
             part = grid and grid._replace(rows=(last - first) * each)
-            yield from pieces(_part(leaf, shaped, (first, last), part, (first * each, last * each)), shaped, size)
+            yield from pieces(_part(leaf, slots, (first, last), part, (first * each, last * each)), slots, size)
     else:
         step = max(1, size // grid.block)
         for first in range(0, grid.n_blocks, step):
             last = min(first + step, grid.n_blocks)
             span = (first * grid.block, min(last * grid.block, rows))
-            yield _part(leaf, shaped, span, Grid(1, span[1] - span[0], grid.block, last - first), (first, last))
+            yield _part(leaf, slots, span, Grid(1, span[1] - span[0], grid.block, last - first), (first, last))
 
 
-def _part(leaf: Leaf, shaped: Sequence[bool], span: tuple[int, int], grid: Grid | None, rows: tuple[int, int]) -> Leaf:
+def _part(leaf: Leaf, slots: Sequence[Slot], span: tuple[int, int], grid: Grid | None, rows: tuple[int, int]) -> Leaf:
     """The elements `span` of dimension 0, with the blocks that belong to them."""
     per_row = 1 if leaf.grid is None or leaf.grid.rows == 1 else leaf.grid.blocks_per_row
-    return Leaf(
-        grid,
-        tuple(
-            x[span[0] : span[1]] if like else x[rows[0] * per_row : rows[1] * per_row] if x.ndim else x
-            for x, like in zip(leaf.tensors, shaped, strict=True)
-        ),
-    )
+    blocks = slice(rows[0] * per_row, rows[1] * per_row)
+    cuts = {"element": slice(*span), "leaf": ...}
+    return Leaf(grid, tuple(x[cuts.get(slot.kind, blocks)] for x, slot in zip(leaf.tensors, slots, strict=True)))
 
 
-def _run_staged(batch: list[Leaf], shaped: Sequence[bool], call: Callable[[list[Tensor]], None]) -> None:
+def _run_staged(batch: list[Leaf], slots: Sequence[Slot], call: Callable[[list[Tensor]], None]) -> None:
     """Copy leaves together, call the kernel, copy the results back."""
     arguments, lengths = [], []
-    for i, like in enumerate(shaped):
-        parts = [_spread(leaf.grid, leaf.tensors[i]) if like else leaf.tensors[i] for leaf in batch]
+    for i, slot in enumerate(slots):
+        parts = [_spread(leaf.grid, leaf.tensors[i]) if slot.shaped else leaf.tensors[i] for leaf in batch]
         lengths.append([part.shape[0] for part in parts])
         together = torch.cat(parts)
         if together.shape[0] < 2:  # a size of 1 would be taken for a constant
             together = F.pad(together, (0, 0) * (together.ndim - 1) + (0, 1), value=1.0)
         arguments.append(together)
     call(arguments)
-    for i, like in enumerate(shaped):
-        if i == 0:
+    for i, slot in enumerate(slots):
+        if not slot.written:
             continue
         parts = arguments[i][: sum(lengths[i])].split(lengths[i])
         places = [leaf.tensors[i] for leaf in batch]
-        if like:
+        if slot.shaped:
             parts = [_gathered(leaf.grid, x, place.shape) for leaf, x, place in zip(batch, parts, places, strict=True)]
         foreach_copy_(places, list(parts))

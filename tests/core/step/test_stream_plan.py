@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from functional_lowbit._core.step import staging, stream_plan
+from functional_lowbit._core.step.slots import Slot
 from functional_lowbit.formats._grid import grid_of
 
 SIZES = st.lists(st.integers(0, 100), max_size=12)
@@ -86,11 +87,12 @@ def test_the_next_copy_is_queued_before_the_kernel():
 def test_pieces_are_parts_of_a_leaf_and_no_larger_than_asked(shape, block_size, size, is_blocked):
     grid = grid_of(shape, block_size) if is_blocked else None
     x = torch.arange(torch.Size(shape).numel()).view(shape)
-    tensors, shaped = [x, torch.tensor(7)], [True, False]
+    tensors, kinds = [x, torch.tensor(7)], ["element", "leaf"]
     if grid is not None:
         tensors.append(torch.arange(grid.n_blocks).view(-1, 1))
-        shaped.append(False)
-    pieces = list(staging.pieces(staging.Leaf(grid, tuple(tensors)), shaped, size))
+        kinds.append("block")
+    slots = [Slot(kind, torch.int64, kind) for kind in kinds]
+    pieces = list(staging.pieces(staging.Leaf(grid, tuple(tensors)), slots, size))
     assert torch.equal(torch.cat([p.tensors[0].reshape(-1) for p in pieces]), x.view(-1))
     for p in pieces:
         least = 1 if grid is None else grid.block if len(shape) < 2 or grid.rows == shape[0] else x[0].numel()
