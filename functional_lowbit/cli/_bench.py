@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 
+from functional_lowbit._core.report.columns import table
 from functional_lowbit._core.version import __version__
 from functional_lowbit._refused import kind_of
-from functional_lowbit.cli._arguments import amount, at_least_1, words
 from functional_lowbit.cli._contenders import PEERS, REFERENCE, leaves, makers, parameters, shapes, versions
-from functional_lowbit.cli._machine import machine
-from functional_lowbit.cli._mistakes import Mistake, said
-from functional_lowbit.cli._output import Result, counted, table
+from functional_lowbit.cli._output import Mistake, Result, amount, at_least_1, counted, said, words
 from functional_lowbit.cli._progress import progress
-from functional_lowbit.cli._timing import Timed, race, synchronize, warm_up
+from functional_lowbit.cli._timing import Timed, machine, race, synchronize, warm_up
 
 HELP = "time our formats on this machine, beside torch, torchao and bitsandbytes"
 EXAMPLES = """\

@@ -10,8 +10,8 @@ from torch import Tensor
 import functional_lowbit as fl
 from functional_lowbit._core.state.quantized import QuantizedTensor
 from functional_lowbit.checkpoint import _schema
-from functional_lowbit.cli._mistakes import Mistake, said
-from functional_lowbit.cli._pending import take
+from functional_lowbit.cli._numbers import take
+from functional_lowbit.cli._output import Mistake, said
 from functional_lowbit.cli._recipes import in_format
 from functional_lowbit.cli._reformat import Made, Target, reformat, relative_error
 from functional_lowbit.cli._sections import OPTIMIZER, OURS, Section, names_of

@@ -6,11 +6,9 @@ from typing import Any
 import functional_lowbit as fl
 from functional_lowbit import formats
 from functional_lowbit._core.version import __version__
-from functional_lowbit.cli._arguments import at_least_0, at_least_1
 from functional_lowbit.cli._conversions import Converted, to_format, to_torch
 from functional_lowbit.cli._leaves import look
-from functional_lowbit.cli._mistakes import Broken, Mistake, said
-from functional_lowbit.cli._output import Result, counted, size
+from functional_lowbit.cli._output import Broken, Mistake, Result, at_least_0, at_least_1, counted, said, size
 from functional_lowbit.cli._progress import progress
 from functional_lowbit.cli._reformat import MIN_SIZE, Target
 from functional_lowbit.cli._rewritten import check_place, replaced, write

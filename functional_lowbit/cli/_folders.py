@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from functional_lowbit._private import PICKLED_IN_METADATA
 from functional_lowbit.checkpoint import _folder
-from functional_lowbit.cli._mistakes import Broken, Mistake, said
-from functional_lowbit.cli._pending import Pending
+from functional_lowbit.cli._numbers import Pending
+from functional_lowbit.cli._output import Broken, Mistake, said
 
 Check = Callable[[Callable[..., None]], list[str]]
 METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")

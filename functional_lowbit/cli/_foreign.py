@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_lowbit.cli._numbers import CHUNK, Numbers, bad_scales, count, pieces, unreadable
-from functional_lowbit.cli._pending import dense_parts, size_of
+from functional_lowbit.cli._numbers import CHUNK, Numbers, bad_scales, count, dense_parts, pieces, size_of, unreadable
 from functional_lowbit.sharding import local_of
 
 

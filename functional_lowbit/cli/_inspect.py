@@ -3,10 +3,10 @@
 import argparse
 from typing import Any
 
+from functional_lowbit._core.report.columns import table
 from functional_lowbit._core.version import __version__
 from functional_lowbit.cli._leaves import Row, look
-from functional_lowbit.cli._mistakes import Mistake
-from functional_lowbit.cli._output import Result, counted, size, table
+from functional_lowbit.cli._output import Mistake, Result, counted, size
 from functional_lowbit.cli._progress import progress
 from functional_lowbit.cli._sections import Section, beside, sections
 from functional_lowbit.cli._stores import open_store

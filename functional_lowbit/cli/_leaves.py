@@ -14,9 +14,8 @@ from functional_lowbit._core.version import __version__
 from functional_lowbit.checkpoint import _schema
 from functional_lowbit.cli._foreign import read_foreign
 from functional_lowbit.cli._listed import Leaf
-from functional_lowbit.cli._mistakes import Broken
-from functional_lowbit.cli._numbers import Numbers, bad_scales, count, decoded, pieces, share, unreadable
-from functional_lowbit.cli._pending import take
+from functional_lowbit.cli._numbers import Numbers, bad_scales, count, decoded, pieces, share, take, unreadable
+from functional_lowbit.cli._output import Broken
 from functional_lowbit.sharding import local_of
 
 META = torch.device("meta")

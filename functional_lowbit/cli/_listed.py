@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from functional_lowbit.checkpoint import _schema
-from functional_lowbit.cli._mistakes import said
-from functional_lowbit.cli._pending import Pending, is_tensor, size_of, take
+from functional_lowbit.cli._numbers import Pending, is_tensor, size_of, take
+from functional_lowbit.cli._output import said
 from functional_lowbit.sharding import local_of
 
 

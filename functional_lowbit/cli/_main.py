@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from functional_lowbit._core.version import __version__
 from functional_lowbit.cli import _bench, _convert, _inspect, _plan
-from functional_lowbit.cli._mistakes import Mistake
-from functional_lowbit.cli._output import as_json
+from functional_lowbit.cli._output import Mistake, as_json
 
 NAME = "functional-lowbit"
 COMMANDS = {"plan": _plan, "inspect": _inspect, "convert": _convert, "bench": _bench}

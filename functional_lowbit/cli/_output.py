@@ -1,9 +1,60 @@
-"""What a command hands back, and how it is written: a table for people, or one JSON document."""
+"""What a command is told and what it says: kinds of arguments; a result as text or as one JSON document; a mistake."""
 
+import argparse
 import json
 import math
-from collections.abc import Sequence
+import re
 from typing import Any, NamedTuple
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+
+
+class Mistake(Exception):
+    """Something that the user can put right, told in one line: a wrong path, arguments that do not go together."""
+
+    status = 2  # of the process
+
+
+class Broken(Mistake):
+    """A file that cannot be read, or is not what it should be."""
+
+    status = 1
+
+
+def said(error: BaseException | Warning | str, speaker: str = "") -> str:
+    """The text of an error in one line, without who spoke."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.removeprefix(f"{speaker}: ") if speaker else text
+
+
+def at_least_0(text: str) -> int:
+    """An argument: a whole number of at least 0."""
+    return _whole(text, 0)
+
+
+def at_least_1(text: str) -> int:
+    """An argument: a whole number of at least 1."""
+    return _whole(text, 1)
+
+
+def _whole(text: str, least: int) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
+    return int(text)
+
+
+def amount(text: str) -> int:
+    """An argument: a number of at least 1, as 4194304 or 4M."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text)
+    number = round(float(found[1]) * UNITS[found[2]]) if found else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 1, as 4194304 or 4M; got {text!r}")
+    return number
+
+
+def words(text: str) -> list[str]:
+    """An argument: words between commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 class Result(NamedTuple):
@@ -12,23 +63,6 @@ class Result(NamedTuple):
     document: dict[str, Any]  # for --json
     text: str  # else
     status: int = 0  # of the process: 0, or 1 if what was asked found a problem
-
-
-def table(head: Sequence[str], lines: Sequence[Sequence[str]], right: Sequence[str] = ()) -> str:
-    """Columns as wide as their widest cell.
-
-    Args:
-        head: Names of the columns.
-        lines: Cells, as many in each line as there are names.
-        right: Names of the columns whose cells are set to the right: numbers.
-    """
-    all_lines = [head, *lines]
-    widths = [max(len(line[i]) for line in all_lines) for i in range(len(head))]
-    to_right = [name in right for name in head]
-    padded = [
-        [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, to_right, strict=True)] for line in all_lines
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
 def as_json(document: dict[str, Any]) -> str:

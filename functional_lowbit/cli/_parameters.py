@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from functional_lowbit._core.report.plan_params import planned_params
-from functional_lowbit.cli._mistakes import Mistake, said
-from functional_lowbit.cli._pending import Pending, is_tensor
+from functional_lowbit.cli._numbers import Pending, is_tensor
+from functional_lowbit.cli._output import Mistake, said
 from functional_lowbit.cli._sections import OURS, Section, sections
 from functional_lowbit.cli._stores import open_store
 

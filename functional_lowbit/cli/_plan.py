@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 import functional_lowbit as fl
+from functional_lowbit._core.report.columns import table
 from functional_lowbit._core.report.table import Report
 from functional_lowbit._core.version import __version__
-from functional_lowbit.cli._arguments import at_least_1, words
-from functional_lowbit.cli._mistakes import Mistake, said
-from functional_lowbit.cli._output import Result, counted, size, table
+from functional_lowbit.cli._output import Mistake, Result, at_least_1, counted, said, size, words
 from functional_lowbit.cli._parameters import Params, of_path, of_shapes
 from functional_lowbit.cli._progress import progress
 from functional_lowbit.cli._recipes import chosen

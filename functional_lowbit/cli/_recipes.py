@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import functional_lowbit as fl
-from functional_lowbit.cli._mistakes import Mistake
+from functional_lowbit.cli._output import Mistake
 
 LR = 1e-3  # no number of a plan depends on it
 FAMILIES: dict[str, tuple[Callable[[], fl.GradientTransformation], Callable[..., fl.GradientTransformation]]] = {

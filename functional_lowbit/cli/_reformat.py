@@ -12,8 +12,8 @@ from functional_lowbit._core.contract.base import Moment
 from functional_lowbit._core.state.quantized import Layout, QuantizedTensor, encode
 from functional_lowbit.checkpoint._reading import saved_layout, write_again
 from functional_lowbit.cli._listed import Leaf
-from functional_lowbit.cli._mistakes import Broken, Mistake
-from functional_lowbit.cli._pending import take
+from functional_lowbit.cli._numbers import take
+from functional_lowbit.cli._output import Broken, Mistake
 from functional_lowbit.sharding import ShardSpec
 from functional_lowbit.transforms._low_bit import LowBit
 

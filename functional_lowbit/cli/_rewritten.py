@@ -12,8 +12,8 @@ import torch
 
 import functional_lowbit as fl
 from functional_lowbit.checkpoint import _folder
-from functional_lowbit.cli._mistakes import Mistake, said
-from functional_lowbit.cli._pending import take
+from functional_lowbit.cli._numbers import take
+from functional_lowbit.cli._output import Mistake, said
 from functional_lowbit.cli._stores import FOLDER, SAFETENSORS, Store
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from functional_lowbit.checkpoint._safetensors import NUMBERS
 from functional_lowbit.checkpoint._schema import SCHEMA
-from functional_lowbit.cli._mistakes import Broken
-from functional_lowbit.cli._pending import Pending
+from functional_lowbit.cli._numbers import Pending
+from functional_lowbit.cli._output import Broken
 
 LONGEST_HEADER = 100_000_000  # bytes, as the package has it: a length beyond is a damaged one
 DTYPES = {

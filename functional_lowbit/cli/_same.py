@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit.cli._pending import dense_parts, is_tensor, take
+from functional_lowbit.cli._numbers import dense_parts, is_tensor, take
 
 
 def first_difference(a: Any, b: Any, path: str = "") -> str | None:

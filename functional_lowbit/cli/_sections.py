@@ -8,7 +8,7 @@ from torch import Tensor
 from functional_lowbit._private import inner_of
 from functional_lowbit.checkpoint import _schema
 from functional_lowbit.cli._listed import Leaf, bytes_of, described_leaves, text_of, version_of
-from functional_lowbit.cli._pending import Pending, is_tensor
+from functional_lowbit.cli._numbers import Pending, is_tensor
 
 DEPTH = 8  # of dicts inside dicts that are looked into
 BNB_NEST = "__bnb_optimizer_quant_state__"  # where bitsandbytes hides its tensors from FSDP

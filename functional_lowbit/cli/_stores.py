@@ -13,8 +13,8 @@ import torch
 
 from functional_lowbit.checkpoint import _folder
 from functional_lowbit.cli import _folders
-from functional_lowbit.cli._mistakes import Broken, Mistake, said
-from functional_lowbit.cli._pending import no_checksum
+from functional_lowbit.cli._numbers import no_checksum
+from functional_lowbit.cli._output import Broken, Mistake, said
 from functional_lowbit.cli._safetensors_file import read_header
 
 FOLDER, SAFETENSORS, TORCH = "checkpoint folder", "safetensors file", "file of torch.save"

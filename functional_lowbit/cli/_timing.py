@@ -1,6 +1,7 @@
 """Two steps timed in turn, so that what slows the machine slows both: the ratio is what is believed."""
 
 import math
+import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -66,3 +67,20 @@ def race(entries: dict[str, Timed], reference: Timed, rounds: int, device: str, 
                 entry.seconds.append(seconds_of(entry.contender, entry.repeats, device))
                 entry.ratios.append(entry.seconds[-1] / before)
             done(1, name)
+
+
+def machine(device: str) -> str:
+    """The processor, and how much of it is used."""
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else _processor()
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} {'thread' if threads == 1 else 'threads'}"
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    vector = torch.backends.cpu.get_cpu_capability()
+    return f"{names[0] if names else platform.processor() or platform.machine()} ({vector})"

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit.convert._blocks import by_map, is_map_of
-from functional_lowbit.convert._kept import Codes, Kept
+from functional_lowbit.convert._kept import Codes, Kept, by_map, is_map_of
 from functional_lowbit.convert._read import Read, plain, read_step
 from functional_lowbit.convert._saved import SavedParam
 

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit.convert._blocks import per_element
-from functional_lowbit.convert._kept import Codes, Kept
+from functional_lowbit.convert._kept import Codes, Kept, per_element
 from functional_lowbit.convert._read import Read, check_entry, fields_of, plain, read_step, signed
 from functional_lowbit.convert._saved import SavedParam
 from functional_lowbit.sharding import ShardSpec, local_of, wrap

@@ -14,8 +14,9 @@ import torch
 from cli_files import command, state_of, torch_file
 
 import functional_lowbit as fl
+from functional_lowbit._core.report.columns import table
 from functional_lowbit.cli import main
-from functional_lowbit.cli._output import as_json, counted, size, table
+from functional_lowbit.cli._output import as_json, counted, size
 from functional_lowbit.cli._progress import picture
 
 RUN = [sys.executable, "-m", "functional_lowbit"]

@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from functional_lowbit._core.report.columns import table
+
 
 class ErrorRow(NamedTuple):
     """The error of one moment, or of the update, of one leaf: relative, in the Euclidean norm; 0.01 is 1%."""
@@ -34,13 +36,9 @@ class ErrorReport(NamedTuple):
         return {"step": self.step, "rows": [row._asdict() for row in self.rows]}
 
     def __str__(self) -> str:
-        cells: list[tuple[str, ...]] = [("path", "what", "format", "error", "mean", "largest")]
-        for row in self.rows:
-            numbers = [f"{100 * x:.3f} %" for x in (row.error, row.mean, row.largest)]
-            cells.append((row.path, row.what, row.format, *numbers))
-        widths = [max(len(line[i]) for line in cells) for i in range(6)]
-        lines = []
-        for line in cells:
-            padded = [c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
-            lines.append("  ".join(padded).rstrip())
-        return "\n".join(lines)
+        lines = [
+            (row.path, row.what, row.format, *(f"{100 * x:.3f} %" for x in (row.error, row.mean, row.largest)))
+            for row in self.rows
+        ]
+        numbers = ("error", "mean", "largest")
+        return table(("path", "what", "format", *numbers), lines, right=numbers)

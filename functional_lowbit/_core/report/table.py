@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from functional_lowbit._core.report.columns import table
 from functional_lowbit._refused import WrongValue
 
 LONG = 40  # rows of a table from which on repeated layers are shown as one row
@@ -103,9 +104,8 @@ class Report(NamedTuple):
                 than 40 rows.
         """
         short = len(self.rows) > LONG if all_rows is None else not all_rows
-        cells = [("path", "format", "shape", "bytes", "why")]
         rows = _grouped(self.rows) if short else self.rows
-        cells += [(r.path, r.format, str(r.shape), f"{r.bytes:,}", r.why) for r in rows]
+        cells = [(r.path, r.format, str(r.shape), f"{r.bytes:,}", r.why) for r in rows]
         cells.append(("total", "", "", f"{self.total_bytes:,}", ""))
         if self.weight_bytes is not None and self.gradient_bytes is not None:
             for what, size in (
@@ -117,12 +117,7 @@ class Report(NamedTuple):
                 each = size / self.parameters if self.parameters else 0.0
                 cells.append((what, "", "", f"{size:,}", f"{each:.2f} for each parameter"))
         cells += self._of_ranks()
-        widths = [max(len(line[i]) for line in cells) for i in range(5)]
-        lines = []
-        for line in cells:
-            padded = [c.rjust(w) if i == 3 else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
-            lines.append("  ".join(padded).rstrip())
-        return "\n".join(lines)
+        return table(("path", "format", "shape", "bytes", "why"), cells, right=("bytes",))
 
     def _of_ranks(self) -> list[tuple[str, str, str, str, str]]:
         """Lines about the training bytes of the ranks."""
