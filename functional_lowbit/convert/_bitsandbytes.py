@@ -1,6 +1,9 @@
 """bitsandbytes' optimizer state: state1 and state2, with absmax and qmap where they have 8 bits.
 
 Blocks of 256 run over the flattened tensor. Paged state differs only in where it lies.
+
+References:
+    bitsandbytes/optim/optimizer.py.
 """
 
 from collections.abc import Mapping
@@ -9,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit.convert._kept import Codes, Kept, by_map, is_map_of
+from functional_lowbit.convert._kept import Blocks, Kept, by_map, is_map_of
 from functional_lowbit.convert._read import Read, plain, read_step
 from functional_lowbit.convert._saved import SavedParam
 
 WRAPPED = "__bnb_optimizer_quant_state__"  # the dict in which state_dict() hides tensors from FSDP
 MOMENTS = ("state1", "state2")
 BESIDE = ("step", "absmax1", "absmax2", "qmap1", "qmap2", "gnorm_vec", "unorm_vec")  # what the last two hold is scratch
-BLOCK = 256
+BLOCK, BLOCKS = 256, (256, 2048, 4096, 1024, 512, 128, 64)  # elements; likely ones first
 
 
 def entries_of(param: SavedParam) -> dict[str, Any]:
@@ -84,11 +87,29 @@ def _kept(speaker: str, param: SavedParam, entry: str, entries: Mapping[str, Any
             f"{speaker}: {entry!r} of {param.words} has {scales.numel()} scales and a map of {qmap.numel()}, but "
             f"{x.numel()} elements need {blocks} and 256; the file is damaged, or of AdEMAMix"
         )
-    codes = x.detach().reshape(-1)
+    (found,) = blocks_of(x.detach(), scales.reshape(-1), qmap.reshape(-1))
     is_signed = bool((qmap < 0).any())
-    found = Codes("dynamic8", is_signed, lambda: codes, scales.reshape(-1), BLOCK) if _known(is_signed, qmap) else None
-    return Kept(tuple(x.shape), lambda: by_map(codes, qmap, scales, BLOCK).reshape(x.shape), None, found)
+    return found.kept(x, found.known("dynamic8", is_signed) if is_map_of("dynamic8", is_signed, qmap) else None)
 
 
-def _known(is_signed: bool, qmap: Tensor) -> bool:
-    return is_map_of("dynamic8", is_signed, qmap)
+def blocks_of(codes: Tensor, absmax: Tensor, qmap: Tensor) -> list[Blocks]:
+    """The codes of a moment, or of the two that AdEMAMix keeps in one: codes [2, *shape], absmax [2, n_blocks].
+
+    The block size is not saved: it is a power of two that makes so many blocks, 256 or 2048 in all versions.
+
+    Raises:
+        ValueError: for what does not fit.
+    """
+    two = absmax.ndim == 2 and codes.ndim > 1 and len(absmax) == len(codes)
+    if not (two or absmax.ndim == 1) or len(qmap) != 256 or codes.dtype != torch.uint8:
+        shapes = f"absmax {tuple(absmax.shape)}, qmap {tuple(qmap.shape)}"
+        raise ValueError(f"codes {codes.dtype} {tuple(codes.shape)}, {shapes} do not fit")
+    found = []
+    for part, scales in zip(codes, absmax, strict=True) if two else [(codes, absmax)]:
+        block = next((b for b in BLOCKS if -(-part.numel() // b) == len(scales)), None)
+        if block is None:
+            raise ValueError(
+                f"{len(scales):,} scales for {part.numel():,} codes fit no block size that the library has"
+            )
+        found.append(Blocks(part.reshape(-1), scales, block, by_map(qmap)))
+    return found

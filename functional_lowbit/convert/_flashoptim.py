@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit.convert._kept import Codes, Kept, per_element
-from functional_lowbit.convert._read import Read, check_entry, fields_of, plain, read_step, signed
+from functional_lowbit.convert._kept import Blocks, Kept
+from functional_lowbit.convert._read import Read, plain, reader_by_names, signed
 from functional_lowbit.convert._saved import SavedParam
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
 
@@ -28,19 +28,15 @@ CODES, SCALES, ERROR = "::quantized", "::scales", "error_bits"
 
 def read_flashoptim(speaker: str, param: SavedParam, group: Mapping[str, Any], fields: Mapping[str, str]) -> Read:
     """The entries of FlashOptim's Adam, AdamW, Lion and SGD, compressed or not."""
-    moments: dict[str, Kept] = {}
-    for entry, value in param.entries.items():
-        name, _, ending = entry.partition("::")
-        if entry in ("step", ERROR) or value is None or f"::{ending}" == SCALES:
-            continue
-        check_entry(speaker, param, name, fields)
-        moments[name] = (
-            _kept(speaker, param, name, value) if f"::{ending}" == CODES else plain(speaker, param, entry, value)
-        )
     error = param.entries.get(ERROR)
-    if error is not None:
-        error = _errors(speaker, param, group, error)
-    return Read(param.words, moments, fields_of(moments, group, fields), param.group, read_step(speaker, param), error)
+    named = {e.removesuffix(CODES): x for e, x in param.entries.items() if e != ERROR and not e.endswith(SCALES)}
+
+    def kept(speaker: str, _: SavedParam, entry: str, x: Any) -> Kept:
+        is_compressed = entry + CODES in param.entries
+        return _kept(speaker, param, entry, x) if is_compressed else plain(speaker, param, entry, x)
+
+    read = reader_by_names(kept)(speaker, param._replace(entries=named), group, fields)
+    return read if error is None else read._replace(error=_errors(speaker, param, group, error))
 
 
 def _kept(speaker: str, param: SavedParam, entry: str, x: Any) -> Kept:
@@ -49,25 +45,27 @@ def _kept(speaker: str, param: SavedParam, entry: str, x: Any) -> Kept:
         raise ValueError(
             f"{speaker}: {entry!r} of {param.words} must have tensors {CODES!r} and {SCALES!r}; the file is damaged"
         )
-    spec, is_signed = ShardSpec.of(x), signed(entry)
+    is_signed = signed(entry)
     codes, scales = local_of(x).reshape(-1), local_of(found).reshape(-1)
     codes = codes.to(torch.int8 if is_signed else torch.uint8)
     if scales.dtype == torch.bfloat16:
         scales = scales.view(torch.float16)
-    n, shape = codes.numel(), tuple(local_of(x).shape)
-    if scales.numel() != -(-n // BLOCK):
+    if scales.numel() != -(-codes.numel() // BLOCK):
         raise ValueError(
-            f"{speaker}: {entry!r} of {param.words} has {scales.numel()} scales for {n} elements in groups of {BLOCK}; "
-            "the file is damaged"
+            f"{speaker}: {entry!r} of {param.words} has {scales.numel()} scales for {codes.numel()} elements in groups "
+            f"of {BLOCK}; the file is damaged"
         )
+    blocks = Blocks(codes, scales, BLOCK, _signed if is_signed else _non_negative)
+    return blocks.kept(x, blocks.known("companded8", True) if is_signed else None)
 
-    def values() -> Tensor:
-        each, c = per_element(scales, BLOCK, n), codes.float()
-        x = each * (c / (254.0 - c.abs())) if is_signed else (each * (c / 255.0)).square()
-        return wrap(x.reshape(shape), spec)
 
-    kept = Codes("companded8", True, lambda: codes, scales, BLOCK) if is_signed else None
-    return Kept(tuple(x.shape), values, spec, kept)
+def _signed(codes: Tensor, scales: Tensor) -> Tensor:
+    q = codes.float()
+    return scales * (q / (254.0 - q.abs()))
+
+
+def _non_negative(codes: Tensor, scales: Tensor) -> Tensor:
+    return (scales * (codes.float() / 255.0)).square()
 
 
 def _errors(speaker: str, param: SavedParam, group: Mapping[str, Any], x: Any) -> Tensor:

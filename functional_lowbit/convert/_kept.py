@@ -1,6 +1,6 @@
 """A moment as another library keeps it, and how it is written as a leaf of ours: code for code where possible."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -36,6 +36,62 @@ class Kept(NamedTuple):
     values: Callable[[], Tensor]  # the numbers, of any float dtype, sharded as they were saved
     spec: ShardSpec | None = None  # how they were sharded
     codes: Codes | None = None
+
+
+class Blocks(NamedTuple):
+    """This rank's codes in any library's format, in blocks of the flattened local tensor; the last may be shorter."""
+
+    codes: Tensor  # [n]; of half as many bytes, if two of 4 bits stand in one
+    scales: Tensor  # [n_blocks], of any float dtype
+    block: int  # elements
+    decode: Callable[[Tensor, Tensor], Tensor]  # the numbers of codes and of as many float32 scales
+    packed: bool = False
+
+    def each(self) -> Tensor:
+        """The code of each element: [n]."""
+        if not self.packed:
+            return self.codes
+        return torch.stack([self.codes >> 4, self.codes & 15], dim=-1).reshape(-1)  # the even element has the high half
+
+    def values(self) -> Tensor:
+        """The numbers: float32 [n]."""
+        codes = self.each()
+        return self.decode(codes, self.scales.float().repeat_interleave(self.block)[: codes.numel()])
+
+    def pieces(self, size: int) -> Iterator[Tensor]:
+        """The numbers of some blocks after the other, of about `size` elements at a time."""
+        at_once = max(1, size // self.block)
+        width = at_once * self.block // (2 if self.packed else 1)
+        for i, scales in enumerate(self.scales.split(at_once)):
+            yield self._replace(codes=self.codes[i * width : (i + 1) * width], scales=scales).values()
+
+    def kept(self, like: Tensor, known: Codes | None) -> Kept:
+        """The moment that these are, of the shape and sharding of a tensor."""
+        spec, shape = ShardSpec.of(like), local_of(like).shape
+        return Kept(tuple(like.shape), lambda: wrap(self.values().reshape(shape), spec), spec, known)
+
+    def known(self, format: str, signed: bool) -> Codes:
+        """These codes, where they are those of one of our formats."""
+        return Codes(format, signed, self.each, self.scales, self.block)
+
+
+def by_map(qmap: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """How codes are decoded that are places in a table of numbers."""
+    return lambda codes, scales: qmap.float()[codes.long()] * scales
+
+
+def is_map_of(format: str, signed: bool, qmap: Tensor) -> bool:
+    """Whether a table has the values of one of our formats, code for code."""
+    ours = _table(format, signed)
+    theirs = qmap.detach().cpu().float()
+    return theirs.shape == ours.shape and torch.allclose(theirs, ours, rtol=EQUAL, atol=0)
+
+
+@cache
+def _table(format: str, signed: bool) -> Tensor:
+    codec = formats.get(format).codec(signed)
+    codes = torch.arange(256 if codec.packing == 1 else 16, dtype=torch.uint8, device="cpu")
+    return codec.decode(codes[None], torch.ones(1, 1, device="cpu"))[0]
 
 
 def write(kept: Kept, own: Any) -> Any:
@@ -110,27 +166,3 @@ def _alike(a: ShardSpec | None, b: ShardSpec | None) -> bool:
 
 def _placed(x: Tensor, device: torch.device) -> Tensor:
     return x if device.type == "meta" else x.to(device)
-
-
-def by_map(codes: Tensor, qmap: Tensor, scales: Tensor, block: int) -> Tensor:
-    """float32 numbers of uint8 codes [n]; the last block may be shorter."""
-    return qmap.float()[codes.long()] * per_element(scales, block, codes.numel())
-
-
-def per_element(scales: Tensor, block: int, n: int) -> Tensor:
-    """The scale of each element: float32 [n]."""
-    return scales.float().reshape(-1).repeat_interleave(block)[:n]
-
-
-def is_map_of(format: str, signed: bool, qmap: Tensor) -> bool:
-    """Whether a table has the values of one of our formats, code for code."""
-    ours = _table(format, signed)
-    theirs = qmap.detach().cpu().float()
-    return theirs.shape == ours.shape and torch.allclose(theirs, ours, rtol=EQUAL, atol=0)
-
-
-@cache
-def _table(format: str, signed: bool) -> Tensor:
-    codec = formats.get(format).codec(signed)
-    codes = torch.arange(256 if codec.packing == 1 else 16, dtype=torch.uint8, device="cpu")
-    return codec.decode(codes[None], torch.ones(1, 1, device="cpu"))[0]

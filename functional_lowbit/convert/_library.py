@@ -8,12 +8,12 @@ from torch import Tensor
 from functional_lowbit.convert._bitsandbytes import MOMENTS, WRAPPED, entries_of, read_bitsandbytes
 from functional_lowbit.convert._flashoptim import CODES, ERROR, read_flashoptim
 from functional_lowbit.convert._own import is_own, read_own, saved_of_own
-from functional_lowbit.convert._read import Reader, read_torch
+from functional_lowbit.convert._read import Reader, plain, reader_by_names
 from functional_lowbit.convert._saved import Saved, read_saved, unflattened
 from functional_lowbit.convert._torchao import is_torchao, read_torchao
 
 READERS: dict[str, Reader] = {
-    "torch": read_torch,
+    "torch": reader_by_names(plain),
     "torchao": read_torchao,
     "bitsandbytes": read_bitsandbytes,
     "flashoptim": read_flashoptim,

@@ -30,19 +30,22 @@ UNSIGNED = ("exp_avg_sq", "square_avg")
 WITHOUT_OURS = {"max_exp_avg_sq": "amsgrad", "mu_product": "NAdam's schedule of momentum", "exp_inf": "Adamax"}
 
 
-def read_torch(speaker: str, param: SavedParam, group: Mapping[str, Any], fields: Mapping[str, str]) -> Read:
-    """The entries of torch.optim.
+def reader_by_names(kept: Callable[[str, SavedParam, str, Any], Kept]) -> Reader:
+    """The reader of a library whose entries have torch's names.
 
-    Raises:
-        ValueError: for an entry that is not understood.
+    Args:
+        kept: `kept(speaker, param, entry, value)` reads a moment; raises a ValueError for one that is damaged.
     """
-    moments: dict[str, Kept] = {}
-    for entry, value in param.entries.items():
-        if entry == "step" or value is None:
-            continue
-        check_entry(speaker, param, entry, fields)
-        moments[entry] = plain(speaker, param, entry, value)
-    return Read(param.words, moments, fields_of(moments, group, fields), param.group, read_step(speaker, param))
+
+    def read(speaker: str, param: SavedParam, group: Mapping[str, Any], fields: Mapping[str, str]) -> Read:
+        moments: dict[str, Kept] = {}
+        for entry, value in param.entries.items():
+            if entry != "step" and value is not None:
+                check_entry(speaker, param, entry, fields)
+                moments[entry] = kept(speaker, param, entry, value)
+        return Read(param.words, moments, fields_of(moments, group, fields), param.group, read_step(speaker, param))
+
+    return read
 
 
 def plain(speaker: str, param: SavedParam, entry: str, value: Any) -> Kept:

@@ -1,91 +1,68 @@
 """torchao's optimizer state: OptimState8bit, OptimState4bit and OptimStateFp8, known by what they hold.
 
 All three have blocks over the flattened local tensor. The classes are not imported: whoever has such a tensor has them.
+
+References:
+    torchao/optim/subclass_8bit.py, subclass_4bit.py, subclass_fp8.py.
 """
 
-from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from functional_lowbit.convert._kept import Codes, Kept, by_map, is_map_of, per_element
-from functional_lowbit.convert._read import Read, check_entry, fields_of, plain, read_step, signed
+from functional_lowbit.convert._kept import Blocks, Codes, Kept, by_map, is_map_of
+from functional_lowbit.convert._read import Reader, plain, reader_by_names, signed
 from functional_lowbit.convert._saved import SavedParam
-from functional_lowbit.sharding import ShardSpec, wrap
-
-FP8 = torch.float8_e4m3fn
-
-
-def inside(x: Any) -> Any:
-    """This rank's tensor of a DTensor, of whichever class."""
-    if isinstance(x, Tensor) and ShardSpec.of(x) is not None:
-        with torch.no_grad():
-            return x.to_local()  # type: ignore[attr-defined]
-    return x
+from functional_lowbit.sharding import local_of
 
 
 def is_torchao(x: Any) -> bool:
     """Whether a tensor, or this rank's part of it, is one of torchao's."""
-    x = inside(x)
-    return isinstance(x, Tensor) and hasattr(x, "codes") and hasattr(x, "scale")
+    return isinstance(x, Tensor) and hasattr(own := local_of(x), "codes") and hasattr(own, "scale")
 
 
-def read_torchao(speaker: str, param: SavedParam, group: Mapping[str, Any], fields: Mapping[str, str]) -> Read:
-    """The entries of torchao's Adam and AdamW; small parameters have plain tensors there."""
-    moments: dict[str, Kept] = {}
-    for entry, value in param.entries.items():
-        if entry == "step" or value is None:
-            continue
-        check_entry(speaker, param, entry, fields)
-        if is_torchao(value):
-            moments[entry] = _kept(f"{speaker}: {entry!r} of {param.words}", value, signed(entry))
-        else:
-            moments[entry] = plain(speaker, param, entry, value)
-    return Read(param.words, moments, fields_of(moments, group, fields), param.group, read_step(speaker, param))
+def blocks_of(x: Any) -> Blocks:
+    """This rank's codes. A block of zeros has the scale 0.
+
+    Raises:
+        ValueError: for codes, scales and map that do not fit, in words that go on after "it has".
+    """
+    own: Any = local_of(x)
+    codes, scales, qmap = own.codes.detach().reshape(-1), own.scale.detach().reshape(-1), getattr(own, "qmap", None)
+    if qmap is not None and len(qmap) not in (16, 256):
+        raise ValueError(f"a map of {len(qmap)} numbers, but 16 or 256 codes")
+    n, packed = prod(own.shape), qmap is not None and len(qmap) == 16
+    if codes.numel() * (2 if packed else 1) != n or (n and (not scales.numel() or n % scales.numel())):
+        raise ValueError(f"{codes.numel()} codes and {scales.numel()} scales for {n} elements")
+    decode = (lambda codes, scales: codes.float() * scales) if qmap is None else by_map(qmap.detach())
+    return Blocks(codes, scales, n // scales.numel() if n else 1, decode, packed)
 
 
-def _kept(speaker: str, x: Tensor, is_signed: bool) -> Kept:
-    own: Any = inside(x)
-    codes, scales, spec = own.codes.detach().reshape(-1), own.scale.detach(), ShardSpec.of(x)
-    shape = tuple(own.shape)  # of this rank's part
-    n, packed = prod(shape), 2 * codes.numel() == prod(shape) and codes.dtype == torch.uint8
-    if codes.numel() != (n // 2 if packed else n) or (n and (not scales.numel() or n % scales.numel())):
-        raise ValueError(
-            f"{speaker} has {codes.numel()} codes and {scales.numel()} scales for {n} elements; the file is damaged"
-        )
-    block = n // max(scales.numel(), 1)
-    if codes.dtype == FP8:
-        found = Codes("e4m3", is_signed, lambda: codes.view(torch.uint8), scales, block)
-
-        def local() -> Tensor:
-            return codes.float() * per_element(scales, block, n)
-
-    else:
-        qmap = own.qmap.detach()
-        is_signed = bool(getattr(own, "signed", is_signed))
-
-        def each() -> Tensor:
-            if not packed:
-                return codes
-            return torch.stack([codes >> 4, codes & 15], dim=-1).reshape(-1)  # the even element has the high half
-
-        found = _known(each, qmap, scales, block, is_signed)
-
-        def local() -> Tensor:
-            return by_map(each(), qmap, scales, block)
-
-    return Kept(tuple(x.shape), lambda: wrap(local().reshape(shape), spec), spec, found)
+def _kept(speaker: str, param: SavedParam, entry: str, x: Any) -> Kept:
+    if not is_torchao(x):  # small parameters have plain tensors
+        return plain(speaker, param, entry, x)
+    try:
+        blocks = blocks_of(x)
+    except ValueError as error:
+        raise ValueError(f"{speaker}: {entry!r} of {param.words} has {error}; the file is damaged") from error
+    own: Any = local_of(x)
+    return blocks.kept(x, _known(blocks, getattr(own, "qmap", None), bool(getattr(own, "signed", signed(entry)))))
 
 
-def _known(codes: Callable[[], Tensor], qmap: Tensor, scales: Tensor, block: int, is_signed: bool) -> Codes | None:
+def _known(blocks: Blocks, qmap: Tensor | None, is_signed: bool) -> Codes | None:
     """The codes as one of our formats has them."""
+    if qmap is None:
+        return blocks._replace(codes=blocks.codes.view(torch.uint8)).known("e4m3", is_signed)
     for format in ("dynamic8", "dynamic4"):
         if is_map_of(format, is_signed, qmap):
-            return Codes(format, is_signed, codes, scales, block)
+            return blocks.known(format, is_signed)
     steps = torch.arange(1, 17, device=qmap.device) / 16
     if not is_signed and qmap.shape == steps.shape and torch.equal(qmap.float(), steps):
         # Ours keeps a code for 0 and has none for 15/16, which becomes 1.
-        return Codes("dynamic4", False, lambda: (codes() + 1).clamp_max(15), scales, block)
+        return Codes("dynamic4", False, lambda: (blocks.each() + 1).clamp_max(15), blocks.scales, blocks.block)
     return None
+
+
+read_torchao: Reader = reader_by_names(_kept)
