@@ -1,21 +1,49 @@
-"""from_torch, from_torchao, from_bitsandbytes, from_flashoptim: the state of another library as one of ours."""
+"""from_torch, from_torchao, from_bitsandbytes, from_flashoptim, from_saved: another library's state as one of ours."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from functional_lowbit._core.contract import interrupted
+from functional_lowbit._core.contract.refuse import is_transformation
 from functional_lowbit._optree import Tree
-from functional_lowbit.convert._into import convert
-from functional_lowbit.convert._library import library_in
+from functional_lowbit._refused import speaking
+from functional_lowbit.convert._fill import check_step, fill
+from functional_lowbit.convert._library import OURS, READERS, any_saved, library_in
+from functional_lowbit.convert._match import Sides, match
+from functional_lowbit.convert._own import is_own_state
+from functional_lowbit.convert._read import Read, refuse_dampening
+from functional_lowbit.convert._saved import SavedParam
+from functional_lowbit.convert._shell import into_optimizer
+from functional_lowbit.convert._slots import find_slots, named_leaves
+from functional_lowbit.optim._optimizer import Optimizer
+
+LIKE_TORCH = ("torchao", "flashoptim")  # if all parameters are small, or nothing is compressed
 
 
-def from_torch(
-    saved: Any,
-    target: Any,
-    params: Tree = None,
-    *,
-    step: int | None = None,
-    fields: Mapping[str, str] | None = None,
-) -> Any:
+def _from(library: str | None, doc: str):
+    """The `from_...` of a library; of whichever one saved it, if None."""
+
+    def convert(
+        saved: Any,
+        target: Any,
+        params: Tree = None,
+        *,
+        step: int | None = None,
+        fields: Mapping[str, str] | None = None,
+    ) -> Any:
+        return _convert(library or library_in(saved, "from_saved"), saved, target, params, step, dict(fields or {}))
+
+    convert.__name__ = convert.__qualname__ = _speaker(library or OURS)
+    convert.__doc__ = doc
+    return convert
+
+
+def _speaker(library: str) -> str:
+    return "from_saved" if library == OURS else f"from_{library}"
+
+
+from_torch = _from(
+    "torch",
     """The state of a `torch.optim` optimizer as a state of ours, in any format.
 
     Its moments are found in the target by what state classes declare, also inside chains and wrappers: `exp_avg` is a
@@ -65,18 +93,11 @@ def from_torch(
 
         >>> ours = fl.optim.Optimizer(model.named_parameters(), fl.adamw8bit(1e-3), backend="eager")
         >>> ours.load_state_dict(fl.convert.from_torch(optimizer, ours))
-    """
-    return convert("torch", saved, target, params, step, fields)
+    """,
+)
 
-
-def from_torchao(
-    saved: Any,
-    target: Any,
-    params: Tree = None,
-    *,
-    step: int | None = None,
-    fields: Mapping[str, str] | None = None,
-) -> Any:
+from_torchao = _from(
+    "torchao",
     """The state of torchao's Adam and AdamW in 8 bits, 4 bits or FP8 as a state of ours, in any format.
 
     Codes are kept as they are where the target has the same format (`dynamic8` for 8 bits, `dynamic4`, `e4m3`) and none
@@ -84,18 +105,8 @@ def from_torchao(
     block, or divide it. Else the numbers are read and written once more. Of 4 bits, the code for 15/16 of a second
     moment's block becomes 1, as `dynamic4` has none.
 
-    Args:
-        saved: As in `from_torch`; also of `fully_shard`ed parameters, whose DTensors hold a quantized shard each.
-        target: As in `from_torch`.
-        params: As in `from_torch`.
-        step: As in `from_torch`.
-        fields: As in `from_torch`.
-
-    Returns:
-        As `from_torch`.
-
-    Raises:
-        TypeError, ValueError: As `from_torch`; and for codes and scales that do not fit.
+    Arguments, result and errors are those of `from_torch`. `saved` may also be of `fully_shard`ed parameters, whose
+    DTensors hold a quantized shard each; codes and scales that do not fit are refused.
 
     Example:
         torchao keeps small parameters in float32, so this one looks like torch's.
@@ -107,35 +118,18 @@ def from_torchao(
         ... }
         >>> fl.convert.from_torchao(saved, fl.adam(1e-3).init({"w": torch.zeros(2)}))[0].mu
         {'w': tensor([1., 1.])}
-    """
-    return convert("torchao", saved, target, params, step, fields)
+    """,
+)
 
-
-def from_bitsandbytes(
-    saved: Any,
-    target: Any,
-    params: Tree = None,
-    *,
-    step: int | None = None,
-    fields: Mapping[str, str] | None = None,
-) -> Any:
+from_bitsandbytes = _from(
+    "bitsandbytes",
     """The state of bitsandbytes' Adam, AdamW, Lion and SGD, in 8 or 32 bits, paged or not, as a state of ours.
 
     `state1` is a `mu`, or SGD's `trace`; `state2` a `nu`. A single `state1` is told by its group: SGD's second beta is
     0. Codes are kept as in `from_torchao`, for `dynamic8`; bitsandbytes' blocks have 256 elements.
 
-    Args:
-        saved: As in `from_torch`.
-        target: As in `from_torch`.
-        params: As in `from_torch`.
-        step: As in `from_torch`.
-        fields: As in `from_torch`, for "state1" and "state2".
-
-    Returns:
-        As `from_torch`.
-
-    Raises:
-        TypeError, ValueError: As `from_torch`; and for state that is not blockwise, and of AdEMAMix.
+    Arguments, result and errors are those of `from_torch`; `fields` are for "state1" and "state2". State that is not
+    blockwise is refused, and that of AdEMAMix.
 
     Example:
         >>> import torch, functional_lowbit as fl
@@ -145,36 +139,18 @@ def from_bitsandbytes(
         ... }
         >>> fl.convert.from_bitsandbytes(saved, fl.lion(1e-4).init({"w": torch.zeros(2)}))[0]
         ScaleByLionState(step=tensor(3), mu={'w': tensor([1., 1.])})
-    """
-    return convert("bitsandbytes", saved, target, params, step, fields)
+    """,
+)
 
-
-def from_flashoptim(
-    saved: Any,
-    target: Any,
-    params: Tree = None,
-    *,
-    step: int | None = None,
-    fields: Mapping[str, str] | None = None,
-) -> Any:
+from_flashoptim = _from(
+    "flashoptim",
     """The state of FlashOptim's Adam, AdamW, Lion and SGD, compressed or not, as a state of ours, in any format.
 
     The codes of a first moment are kept by `companded8` where none of its blocks crosses one of FlashOptim's groups of
     32 (`block_size=32`); all else is read and written once more. Where the target has `master_weights`, what parameters
     lack of their masters is taken over too; that needs `params` as FlashOptim left them. Without, it is dropped.
 
-    Args:
-        saved: As in `from_torch`.
-        target: As in `from_torch`.
-        params: As in `from_torch`.
-        step: As in `from_torch`.
-        fields: As in `from_torch`.
-
-    Returns:
-        As `from_torch`.
-
-    Raises:
-        TypeError, ValueError: As `from_torch`; and for codes, scales and errors that do not fit.
+    Arguments, result and errors are those of `from_torch`. Codes, scales and errors that do not fit are refused.
 
     Example:
         >>> import torch, functional_lowbit as fl
@@ -185,35 +161,18 @@ def from_flashoptim(
         ... }
         >>> fl.convert.from_flashoptim(saved, fl.sgd(0.1, 0.9).init({"w": torch.zeros(2)}))[0].trace
         {'w': tensor([ 1., -1.])}
-    """
-    return convert("flashoptim", saved, target, params, step, fields)
+    """,
+)
 
-
-def from_saved(
-    saved: Any,
-    target: Any,
-    params: Tree = None,
-    *,
-    step: int | None = None,
-    fields: Mapping[str, str] | None = None,
-) -> Any:
+from_saved = _from(
+    None,
     """The state of whichever library `library_of` finds. Also what this one saved, into another transformation.
 
     `fl.load_state_dict` wants the same structure. This one goes by moments and parameters: from `adamw` into
     `chain(clip, masked(adam))`, from an `fl.optim` optimizer into a functional state.
 
-    Args:
-        saved: As in `library_of`.
-        target: As in `from_torch`.
-        params: As in `from_torch`.
-        step: As in `from_torch`.
-        fields: As in `from_torch`.
-
-    Returns:
-        As `from_torch`.
-
-    Raises:
-        TypeError, ValueError: As the library's own function.
+    Arguments and result are those of `from_torch`, `saved` as in `library_of`; errors those of the library's own
+    function.
 
     Example:
         >>> import torch, functional_lowbit as fl
@@ -221,5 +180,69 @@ def from_saved(
         >>> saved = fl.state_dict(fl.adamw8bit(1e-3).init(params))
         >>> fl.convert.from_saved(saved, fl.chain(fl.clip(1.0), fl.scale_by_adam()).init(params))[1].mu["w"].shape
         torch.Size([64, 64])
-    """
-    return convert(library_in(saved, "from_saved"), saved, target, params, step, fields)
+    """,
+)
+
+
+def _convert(library: str, saved: Any, target: Any, params: Tree, step: int | None, fields: Mapping[str, str]) -> Any:
+    speaker = _speaker(library)
+    check_step(speaker, step)
+    found = library_in(saved, speaker)
+    if found != library and not (found == "torch" and library in LIKE_TORCH):
+        raise ValueError(f"{speaker}: saved is from {found}; use fl.convert.{_speaker(found)}")
+    source, reader = any_saved(speaker, saved), READERS[library]
+    sides = Sides(speaker, unordered="saved" if is_own_state(saved) else "")
+
+    def read(p: SavedParam) -> Read:
+        return reader(speaker, p, source.groups[p.group], fields)
+
+    def check(states: list[Any], reads: Mapping[str, Read]) -> None:
+        _any(speaker, states, reads)
+        refuse_dampening(speaker, reads.values(), source.groups, target, step)
+
+    if isinstance(target, Optimizer):
+        if params is not None:
+            raise ValueError(f"{speaker}: params must be None for an optimizer, which knows its own")
+        return into_optimizer(sides, source, target, read, check, step)
+    with speaking(speaker):
+        interrupted.refuse(target)
+    places = _targets(speaker, target, params, named=all(p.name is not None for p in source.params))
+    reads = {name: read(p) for name, p in match(sides, source.params, places).items()}
+    check([target], reads)
+    return fill(speaker, target, reads, step, places)
+
+
+def _targets(speaker: str, state: Any, params: Tree, named: bool) -> dict[str, Any]:
+    """The target's parameters by name, in order; None where they are not known."""
+    is_leaf = any(path == "" for path, _ in named_leaves(state))
+    if state is None or is_leaf or is_transformation(state):
+        raise TypeError(
+            f"{speaker}: target must be a state, as tx.init(params) returns it, or an fl.optim optimizer, got "
+            f"{type(state).__name__}"
+        )
+    slots = find_slots(state)
+    if params is None:
+        if not slots.whole and not named:
+            raise ValueError(
+                f"{speaker}: params is needed, since masks have taken parameters out of the target's moments, and "
+                "saved has no names; pass the tree that the state was made for"
+            )
+        return dict.fromkeys(slots.owners())
+    places = {name: leaf for name, leaf in named_leaves(params) if leaf is not None}
+    for owner in slots.owners():
+        if owner not in places:
+            raise ValueError(
+                f"{speaker}: the target has a moment of {owner!r}, which params has not; pass the tree that the state "
+                "was made for"
+            )
+    return places
+
+
+def _any(speaker: str, states: list[Any], reads: Mapping[str, Read]) -> None:
+    """Refuse what has no state at all, but of an optimizer that keeps none."""
+    if any(read.moments or read.step is not None for read in reads.values()):
+        return
+    if any(find_slots(state).slots for state in states):
+        raise ValueError(
+            f"{speaker}: saved has no state of any parameter; the optimizer has made no step, or keeps no moments"
+        )

@@ -12,12 +12,13 @@ from functional_lowbit.convert._read import Reader, plain, reader_by_names
 from functional_lowbit.convert._saved import Saved, read_saved, unflattened
 from functional_lowbit.convert._torchao import is_torchao, read_torchao
 
+OURS = "functional_lowbit"
 READERS: dict[str, Reader] = {
     "torch": reader_by_names(plain),
     "torchao": read_torchao,
     "bitsandbytes": read_bitsandbytes,
     "flashoptim": read_flashoptim,
-    "functional_lowbit": read_own,
+    OURS: read_own,
 }
 
 
@@ -49,12 +50,12 @@ def library_of(saved: Any) -> str:
 def library_in(saved: Any, speaker: str) -> str:
     """As `library_of`; `speaker` is who speaks in errors."""
     saved = unflattened(saved)
-    return "functional_lowbit" if is_own(saved) else _library(saved, read_saved(speaker, saved))
+    return OURS if is_own(saved) else _library(saved, read_saved(speaker, saved))
 
 
 def _library(saved: Any, read: Saved) -> str:
     if is_own(saved):
-        return "functional_lowbit"
+        return OURS
     for p in read.params:
         if MOMENTS[0] in p.entries or WRAPPED in p.entries:
             return "bitsandbytes"
