@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import functional_lowbit as fl
+from functional_lowbit.cli._contenders import PEERS, peer
 
 LR, STEPS = 1e-2, 10
 SHAPES = {"rows of 512": (32, 512), "rows of 96": (128, 96)}
@@ -23,24 +24,15 @@ SMALLEST_ERROR = 4e-7
 
 
 def adams() -> dict[str, Any]:
-    """Name to optimizer, and how many of a flat tensor's elements share a scale there."""
-    import bitsandbytes as bnb
-    from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
-
-    return {
-        "torch AdamW": lambda p: torch.optim.AdamW(p, LR),
-        "torchao AdamW8bit": lambda p: AdamW8bit(p, LR),
-        "torchao AdamW4bit": lambda p: AdamW4bit(p, LR),
-        "torchao AdamWFp8": lambda p: AdamWFp8(p, LR),
-        "bitsandbytes AdamW8bit": lambda p: bnb.optim.AdamW8bit(p, LR),
-    }
+    """Name to optimizer."""
+    return {"torch AdamW": torch.optim.AdamW, **{name: peer(name) for name in PEERS}}
 
 
 def train(make: Any, shape: tuple[int, ...]) -> dict[str, Any]:
     """A state_dict."""
     source = torch.Generator().manual_seed(0)
     p = nn.Parameter(torch.randn(shape, generator=source))
-    optimizer = make([p])
+    optimizer = make([p], lr=LR)
     for _ in range(STEPS):
         p.grad = torch.randn(shape, generator=source)
         optimizer.step()

@@ -30,6 +30,8 @@ import format_study_report as report
 import step_time
 from byte_lm import B1, B2, CLIP, DECAY, EPS, decays, get_batch
 
+from functional_lowbit.cli import _contenders as contenders
+from functional_lowbit.cli._timing import race, warm_up
 from functional_lowbit.formats import Format
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -221,21 +223,18 @@ def errors(args: argparse.Namespace) -> dict[str, Any]:
 def timing(todo: list[Entry], rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
     """Times of a compiled AdamW step on one leaf, all in one race with torch's fused one: into `rows`."""
     shapes = step_time.workloads(args.size)["one"]
-    params, grads = (step_time.leaves(shapes, torch.float32, "cpu", seed) for seed in (0, 1))
-    reference = step_time.make(step_time.REFERENCE, shapes, "cpu")
-    racers = {step_time.REFERENCE: reference}
+    params, grads = (contenders.leaves(shapes, torch.float32, "cpu", seed) for seed in (0, 1))
+    made = {contenders.REFERENCE: step_time.make(contenders.REFERENCE, shapes, "cpu")}
     for entry in tqdm(todo, "compile", mininterval=1.0):
         if entry.format is None or (entry.kind == "candidate" and entry.block != entry.format.block_size):
             continue
-        tx = fl.adamw8bit(
-            step_time.LR, weight_decay=step_time.WEIGHT_DECAY, format=entry.format, block_size=entry.block
-        )
-        racers[f"{entry.name} {entry.block}"] = step_time.ours(tx, params, grads)
-    for racer in racers.values():
-        step_time.warm_up(racer, "cpu")
+        tx = contenders.low_bit(entry.format, entry.block)
+        made[f"{entry.name} {entry.block}"] = contenders.functional(tx, params, grads)
+    racers = {name: warm_up(contender, "cpu") for name, contender in made.items()}
+    reference = racers[contenders.REFERENCE]
     print(machine := report.machine("cpu"))
     for _ in tqdm(range(args.rounds), "time", mininterval=1.0):
-        step_time.race(racers, 1, "cpu")
+        race(racers, reference, 1, "cpu", slow_rounds=args.rounds)
     for row in rows:
         racer = racers.get(f"{row['name']} {row['block']}")
         if racer is not None:

@@ -14,23 +14,22 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from step_time_report import machine, plot, print_goals, print_table
-from torch import Tensor
 
 import functional_lowbit as fl
+from functional_lowbit.cli import _contenders as competing
+from functional_lowbit.cli._contenders import LR, REFERENCE, WEIGHT_DECAY, Contender, Maker, functional, leaves, low_bit
+from functional_lowbit.cli._timing import Timed, race, seconds_of, warm_up
 
-LR, WEIGHT_DECAY, MAX_NORM = 1e-3, 0.1, 1.0
-REFERENCE = "torch fused"
-MIN_SECONDS = 0.02  # of one timing; quick steps are repeated more often
-SLOW, SLOW_ROUNDS = 20.0, 5  # a contender this many times slower than the reference is timed in the first rounds only
+MAX_NORM = 1.0
+SLOW_ROUNDS = 5  # in which a contender is timed that is much slower than the reference
 
 GPT_LAYER = [(1152, 384), (384, 384), (1536, 384), (384, 1536), (384,), (384,)]
 ODD = [(4097,), (5, 1031), (127, 129), (33, 512), (3, 2048), (129, 192), (7, 300), (640, 250), (1, 9001), (9001, 1)]
@@ -47,154 +46,50 @@ def workloads(size: int) -> dict[str, list[tuple[int, ...]]]:
     }
 
 
-@dataclass
-class Contender:
-    """Something whose step is timed, and what was measured of it."""
+class ClippedAdamW(torch.optim.AdamW):
+    """torch's, with the norm of the gradients clipped before each step."""
 
-    step: Callable[[], Any]
-    state_bytes: Callable[[], int]
-    compiled: Any = None  # our step, which knows its graphs
-    repeats: int = 1
-    seconds: list[float] = field(default_factory=list)  # of one step, for each round
-    ratios: list[float] = field(default_factory=list)  # to the reference's timing right before
-
-
-def leaves(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str, seed: int) -> list[Tensor]:
-    source = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=source).to(device, dtype) for shape in shapes]
-
-
-def torch_style(make: Callable[[list[Any]], Any], params: list[Tensor], grads: list[Tensor], clip: bool) -> Contender:
-    modules = [torch.nn.Parameter(p) for p in params]
-    for p, g in zip(modules, grads, strict=True):
-        p.grad = g.clone() if clip else g  # clipping writes to the gradients
-    optimizer = make(modules)
-
-    def step() -> None:
-        if clip:
-            torch.nn.utils.clip_grad_norm_(modules, MAX_NORM)
-        optimizer.step()
-
-    return Contender(step, lambda: nbytes(list(optimizer.state.values())))
-
-
-def ours(tx: fl.GradientTransformation, params: list[Tensor], grads: list[Tensor], **kind: Any) -> Contender:
-    step, holder = fl.compile(tx, **kind), {"params": params, "state": tx.init(params)}
-
-    def run() -> None:
-        holder["params"], holder["state"] = step(grads, holder["state"], holder["params"])
-
-    return Contender(run, lambda: fl.describe(holder["state"]).total_bytes, step)
-
-
-Maker = Callable[[list[Tensor], list[Tensor]], Contender]
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], MAX_NORM)
+        return super().step(closure)
 
 
 def contenders() -> dict[str, tuple[Maker, torch.dtype]]:
     """Name to (how to make it, dtype of parameters and gradients)."""
-
-    def torch_adamw(clip: bool = False, **kind: bool) -> Maker:
-        kwargs = {"lr": LR, "weight_decay": WEIGHT_DECAY, **kind}
-        return lambda p, g: torch_style(lambda m: torch.optim.AdamW(m, **kwargs), p, g, clip)
-
-    def low_bit(format: str) -> fl.GradientTransformation:
-        return fl.adamw8bit(LR, weight_decay=WEIGHT_DECAY, format=format)
-
-    def made(tx: fl.GradientTransformation, **kind: Any) -> Maker:
-        return lambda p, g: ours(tx, p, g, **kind)
-
     clipped = fl.chain(fl.clip_by_global_norm(MAX_NORM), low_bit("companded8"))
+    stochastic = {"rounding": "stochastic", "key": 0}
+    fused, foreach = (competing.makers()[name] for name in (REFERENCE, "torch foreach"))
     f32, bf16 = torch.float32, torch.bfloat16
     return {
-        REFERENCE: (torch_adamw(fused=True), f32),
-        "torch foreach": (torch_adamw(foreach=True), f32),
-        "torch clip + fused": (torch_adamw(clip=True, fused=True), f32),
-        "torch fused, bf16": (torch_adamw(fused=True), bf16),
-        "adamw": (made(fl.adamw(LR, weight_decay=WEIGHT_DECAY)), f32),
-        "adamw8bit": (made(low_bit("companded8")), f32),
-        "adamw8bit, inductor": (made(low_bit("companded8"), backend="inductor"), f32),
-        "adamw8bit dynamic8": (made(low_bit("dynamic8")), f32),
-        "adamwfp8": (made(low_bit("e4m3")), f32),
-        "adamw4bit": (made(low_bit("root4")), f32),
-        "adamw4bit dynamic4": (made(low_bit("dynamic4")), f32),
-        "clip + adamw8bit": (made(clipped), f32),
-        "adamw8bit, bf16": (made(low_bit("companded8")), bf16),
-        "  with stochastic rounding": (made(low_bit("companded8"), rounding="stochastic", key=0), bf16),
+        REFERENCE: (fused, f32),
+        "torch foreach": (foreach, f32),
+        "torch clip + fused": (competing.torch_style(lambda: ClippedAdamW, fused=True), f32),
+        "torch fused, bf16": (fused, bf16),
+        "adamw": (partial(functional, fl.adamw(LR, weight_decay=WEIGHT_DECAY)), f32),
+        "adamw8bit": (partial(functional, low_bit("companded8")), f32),
+        "adamw8bit, inductor": (partial(functional, low_bit("companded8"), backend="inductor"), f32),
+        "adamw8bit dynamic8": (partial(functional, low_bit("dynamic8")), f32),
+        "adamwfp8": (partial(functional, low_bit("e4m3")), f32),
+        "adamw4bit": (partial(functional, low_bit("root4")), f32),
+        "adamw4bit dynamic4": (partial(functional, low_bit("dynamic4")), f32),
+        "clip + adamw8bit": (partial(functional, clipped), f32),
+        "adamw8bit, bf16": (partial(functional, low_bit("companded8")), bf16),
+        "  with stochastic rounding": (partial(functional, low_bit("companded8"), **stochastic), bf16),
     }
 
 
-PEERS = {
-    "torchao 8 bits": ("torchao", "AdamW8bit"),
-    "torchao 4 bits": ("torchao", "AdamW4bit"),
-    "torchao FP8": ("torchao", "AdamWFp8"),
-    "bitsandbytes": ("bitsandbytes", "AdamW8bit"),
-}
+PEERS = dict(zip(("torchao 8 bits", "torchao 4 bits", "torchao FP8", "bitsandbytes"), competing.PEERS, strict=True))
 
 
 def peers() -> dict[str, tuple[Maker, torch.dtype]]:
     """Low-bit AdamW of other libraries, as far as they are installed (extra `parity`)."""
-    found: dict[str, tuple[Maker, torch.dtype]] = {}
-    kwargs = {"lr": LR, "weight_decay": WEIGHT_DECAY}
-    for name, (library, kind) in PEERS.items():
-        try:
-            optimizer = getattr(__import__(f"{library}.optim", fromlist=[kind]), kind)
-        except Exception as error:  # what a foreign import raises is not ours to know
-            print(f"{name}: not measured, its import failed: {error!r}")
-            continue
-        found[name] = (
-            lambda p, g, o=optimizer: torch_style(lambda x: o(x, **kwargs), p, g, False),
-            torch.float32,
-        )
-    return found
+    made = competing.makers()
+    return {own: (made[name], torch.float32) for own, name in PEERS.items() if name in made}
 
 
 def make(name: str, shapes: list[tuple[int, ...]], device: str) -> Contender:
     maker, dtype = (contenders() | (peers() if name in PEERS else {}))[name]
     return maker(leaves(shapes, dtype, device, 0), leaves(shapes, dtype, device, 1))
-
-
-def timed(contender: Contender, device: str) -> float:
-    """Seconds of one step: the median of the repeats of one timing."""
-    seconds = []
-    for _ in range(contender.repeats):
-        start = time.perf_counter()
-        contender.step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
-def warm_up(contender: Contender, device: str) -> None:
-    """Two steps, in which all compiling is done. Then set the repeats of a timing, so that it fills `MIN_SECONDS`.
-
-    Three at least: the first step of a timing finds the caches full of another contender's numbers.
-    """
-    for _ in range(2):
-        timed(contender, device)
-    contender.repeats = max(3, min(100, math.ceil(MIN_SECONDS / timed(contender, device))))
-
-
-def race(entries: dict[str, Contender], rounds: int, device: str) -> None:
-    """Reference, contender, reference, next contender, … in every round."""
-    reference = entries[REFERENCE]
-    for r in range(rounds):
-        for contender in entries.values():
-            if r >= SLOW_ROUNDS and contender.ratios[0] > SLOW:
-                continue
-            before = timed(reference, device)
-            contender.seconds.append(timed(contender, device))
-            contender.ratios.append(contender.seconds[-1] / before)
-
-
-def nbytes(x: Any) -> int:
-    """Bytes of all tensors in a state; a tensor subclass counts as the plain tensors inside it."""
-    if isinstance(x, Tensor):
-        if hasattr(x, "__tensor_flatten__"):
-            return sum(nbytes(getattr(x, name)) for name in x.__tensor_flatten__()[0])
-        return x.nbytes
-    children = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
-    return sum(nbytes(child) for child in children)
 
 
 @contextmanager
@@ -249,7 +144,7 @@ def cold_first_step(name: str, workload: str, args: argparse.Namespace) -> dict[
 def run_cold(name: str, shapes: list[tuple[int, ...]], device: str) -> None:
     """What the fresh process does."""
     contender = make(name, shapes, device)
-    seconds = timed(contender, device)
+    seconds = seconds_of(contender, 1, device)
     if contender.compiled is not None:
         graphs = contender.compiled.graphs
     else:
@@ -260,18 +155,15 @@ def run_cold(name: str, shapes: list[tuple[int, ...]], device: str) -> None:
 def measure(workload: str, shapes: list[tuple[int, ...]], args: argparse.Namespace) -> dict[str, Any]:
     """All contenders on one workload: name to row."""
     makers = contenders() | ({} if args.skip_peers or workload != "one" else peers())
-    entries: dict[str, Contender] = {}
-    for name, (maker, dtype) in makers.items():
-        entry = maker(leaves(shapes, dtype, args.device, 0), leaves(shapes, dtype, args.device, 1))
+    entries: dict[str, Timed] = {}
+    for name in makers:
         try:
-            warm_up(entry, args.device)
-        except Exception as error:
+            entries[name] = warm_up(make(name, shapes, args.device), args.device)
+        except Exception as error:  # what another library raises is not ours to know
             if name not in PEERS:
                 raise
-            print(f"{name}: not measured, its step failed: {error!r}")
-            continue
-        entries[name] = entry
-    race(entries, args.rounds, args.device)
+            print(f"{name}: not measured: {error!r}")
+    race(entries, entries[REFERENCE], args.rounds, args.device, slow_rounds=SLOW_ROUNDS)
     params = sum(math.prod(shape) for shape in shapes)
     largest = 4 * max(math.prod(shape) for shape in shapes)
     return {
@@ -279,9 +171,9 @@ def measure(workload: str, shapes: list[tuple[int, ...]], args: argparse.Namespa
             "ns_per_param": 1e9 * statistics.median(entry.seconds) / params,
             "ratio": statistics.median(entry.ratios),
             "ratios": entry.ratios,
-            "graphs": None if entry.compiled is None else entry.compiled.graphs,
-            "state_bytes_per_param": entry.state_bytes() / params,
-            "peak_extra_bytes": (peak := peak_extra(entry.step, args.device)),
+            "graphs": None if entry.contender.compiled is None else entry.contender.compiled.graphs,
+            "state_bytes_per_param": entry.contender.state_bytes() / params,
+            "peak_extra_bytes": (peak := peak_extra(entry.contender.step, args.device)),
             "peak_extra_leaves": peak / largest,
         }
         for name, entry in entries.items()

@@ -2,12 +2,13 @@
 
 import math
 import os
-import platform
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from functional_lowbit._core.report.columns import table
+from functional_lowbit.cli import _timing as timing
 
 
 def versus(rows: dict[str, Any], name: str, other: str) -> float | None:
@@ -47,42 +48,43 @@ def goals(results: dict[str, Any], cold: dict[str, Any]) -> list[tuple[str, floa
 
 def machine(device: str) -> str:
     """One line: what was measured on."""
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        names = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")]
-        cpu = names[0].split(":", 1)[1].strip() if names else cpu
-    gpu = f", {torch.cuda.get_device_name()}" if device == "cuda" else ""
     load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    threads = torch.get_num_threads()
-    return f"{cpu}, {os.cpu_count()} cores{gpu}, torch {torch.__version__}, {threads} threads{load}"
+    return f"{timing.machine(device)} of {os.cpu_count()} cores, torch {torch.__version__}{load}"
 
 
 def print_table(workload: str, shapes: list[tuple[int, ...]], rows: dict[str, Any]) -> None:
     params = sum(math.prod(shape) for shape in shapes)
     print(f"\n{workload}: {len(shapes)} leaves, {len(set(shapes))} shapes, {params:,} parameters")
-    head = f"{'':26} {'ns/param':>9} {'ratio':>7} {'min .. max':>16} {'graphs':>6} {'state B/param':>13}"
-    print(f"{head} {'peak MiB':>9} {'in leaves':>9}")
-    for name, row in rows.items():
-        spread = f"{min(row['ratios']):.2f} .. {max(row['ratios']):.2f}"
-        graphs = "" if row["graphs"] is None else row["graphs"]
-        print(
-            f"{name:26} {row['ns_per_param']:9.3f} {row['ratio']:7.2f} {spread:>16} {graphs:>6} "
-            f"{row['state_bytes_per_param']:13.3f} {row['peak_extra_bytes'] / 2**20:9.2f} "
-            f"{row['peak_extra_leaves']:9.3f}"
+    head = ("", "ns/param", "ratio", "min .. max", "graphs", "state B/param", "peak MiB", "in leaves")
+    lines = [
+        (
+            name,
+            f"{row['ns_per_param']:.3f}",
+            f"{row['ratio']:.2f}",
+            f"{min(row['ratios']):.2f} .. {max(row['ratios']):.2f}",
+            "" if row["graphs"] is None else str(row["graphs"]),
+            f"{row['state_bytes_per_param']:.3f}",
+            f"{row['peak_extra_bytes'] / 2**20:.2f}",
+            f"{row['peak_extra_leaves']:.3f}",
         )
+        for name, row in rows.items()
+    ]
+    print(table(head, lines, head[1:]))
 
 
 def print_goals(results: dict[str, Any], cold: dict[str, Any]) -> None:
     print("\ncold first step (fresh process, empty compile cache)")
-    for c in cold.values():
-        print(f"{c['name']:26} {c['seconds']:6.1f} s, {c['graphs']} graphs for {c['shapes']} shapes ({c['workload']})")
-    print(f"\n{'goal':46} {'measured':>9} {'goal':>8}")
+    lines = [
+        (c["name"], f"{c['seconds']:.1f} s", f"{c['graphs']} graphs for {c['shapes']} shapes ({c['workload']})")
+        for c in cold.values()
+    ]
+    print(table(("", "seconds", ""), lines, ("seconds",)))
+    lines = []
     for what, value, goal, less in goals(results, cold):
-        verdict = (
-            "not measured" if value is None else "met" if (value <= goal if less else value >= goal) else "not met"
-        )
-        number = "" if value is None else f"{value:.2f}"
-        print(f"{what:46} {number:>9} {'<=' if less else '>='} {goal:<5} {verdict}")
+        met = value is not None and (value <= goal if less else value >= goal)
+        verdict = "not measured" if value is None else "met" if met else "not met"
+        lines.append((what, "" if value is None else f"{value:.2f}", f"{'<=' if less else '>='} {goal}", verdict))
+    print("\n" + table(("goal", "measured", "goal", ""), lines, ("measured",)))
 
 
 def plot(results: dict[str, Any], title: str, path: str) -> None:

@@ -1,7 +1,8 @@
-"""What `bench` times: one AdamW step of this library in each format, and of what is installed beside it."""
+"""Optimizers whose step is timed: this library's in each format, torch's, and those of what is installed beside it."""
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ class Contender(NamedTuple):
 
     step: Callable[[], Any]
     state_bytes: Callable[[], int]
+    compiled: Any = None  # our step, which knows its graphs
 
 
 Maker = Callable[[list[Tensor], list[Tensor]], Contender]
@@ -33,25 +35,59 @@ Maker = Callable[[list[Tensor], list[Tensor]], Contender]
 
 def makers() -> dict[str, Maker]:
     """Name to how it is made of parameters and gradients. The reference is first."""
+    found = {REFERENCE: torch_style(_adamw, fused=True), "torch foreach": torch_style(_adamw, foreach=True)}
+    found["adamw"] = partial(functional, fl.adamw(LR, weight_decay=WEIGHT_DECAY))
+    found |= {f"adamw {name}": partial(functional, low_bit(name)) for name in fl.formats.names() if name != "float32"}
+    return found | {
+        name: torch_style(partial(peer, name)) for name, (library, _) in PEERS.items() if find_spec(library)
+    }
 
-    def torch_adamw(**kind: Any) -> Maker:
-        return lambda p, g: _torch_style(lambda m: torch.optim.AdamW(m, LR, weight_decay=WEIGHT_DECAY, **kind), p, g)
 
-    def ours(format: str | None) -> Maker:
-        if format is None:
-            return lambda p, g: _functional(fl.adamw(LR, weight_decay=WEIGHT_DECAY), p, g)
-        return lambda p, g: _functional(fl.adamw8bit(LR, weight_decay=WEIGHT_DECAY, format=format), p, g)
+def _adamw() -> Any:
+    return torch.optim.AdamW
 
-    def peer(library: str, kind: str) -> Maker:
-        def make(p: list[Tensor], g: list[Tensor]) -> Contender:
-            optimizer = getattr(import_module(f"{library}.optim"), kind)
-            return _torch_style(lambda m: optimizer(m, lr=LR, weight_decay=WEIGHT_DECAY), p, g)
 
-        return make
+def peer(name: str) -> Any:
+    """The class that a name of PEERS stands for; its library is imported."""
+    library, kind = PEERS[name]
+    return getattr(import_module(f"{library}.optim"), kind)
 
-    found = {REFERENCE: torch_adamw(fused=True), "torch foreach": torch_adamw(foreach=True), "adamw": ours(None)}
-    found |= {f"adamw {name}": ours(name) for name in fl.formats.names() if name != "float32"}
-    return found | {name: peer(*where) for name, where in PEERS.items() if find_spec(where[0])}
+
+def low_bit(format: str | fl.formats.Format, block_size: int | None = None) -> fl.GradientTransformation:
+    """AdamW with moments in a format."""
+    return fl.adamw8bit(LR, weight_decay=WEIGHT_DECAY, format=format, block_size=block_size)
+
+
+def torch_style(optimizer_class: Callable[[], Any], **kind: bool) -> Maker:
+    """An AdamW with torch's interface. Its class is asked for when it is made."""
+
+    def make(params: list[Tensor], grads: list[Tensor]) -> Contender:
+        modules = [torch.nn.Parameter(p) for p in params]
+        for p, g in zip(modules, grads, strict=True):
+            p.grad = g
+        optimizer = optimizer_class()(modules, lr=LR, weight_decay=WEIGHT_DECAY, **kind)
+        return Contender(optimizer.step, lambda: _nbytes(list(optimizer.state.values())))
+
+    return make
+
+
+def functional(tx: fl.GradientTransformation, params: list[Tensor], grads: list[Tensor], **kind: Any) -> Contender:
+    """A step of this library; `kind` is for `fl.compile`."""
+    step, holder = fl.compile(tx, **kind), {"params": params, "state": tx.init(params)}
+
+    def run() -> None:
+        holder["params"], holder["state"] = step(grads, holder["state"], holder["params"])
+
+    return Contender(run, lambda: fl.describe(holder["state"]).total_bytes, step)
+
+
+def _nbytes(x: Any) -> int:
+    """Bytes of all tensors in a state; a tensor subclass counts as the plain tensors inside it."""
+    if isinstance(x, Tensor):
+        inner = getattr(x, "__tensor_flatten__", None)
+        return x.nbytes if inner is None else sum(_nbytes(getattr(x, name)) for name in inner()[0])
+    children = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
+    return sum(map(_nbytes, children))
 
 
 def shapes(size: int, leaves: int) -> list[tuple[int, ...]]:
@@ -67,6 +103,11 @@ def leaves(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str, s
     return [torch.randn(shape, generator=source).to(device, dtype) for shape in shapes]
 
 
+def parameters(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Elements of all leaves."""
+    return sum(map(math.prod, shapes))
+
+
 def versions() -> dict[str, str]:
     """Of the libraries that are installed."""
     found = {"functional-lowbit": fl.__version__, "torch": torch.__version__}
@@ -77,36 +118,3 @@ def versions() -> dict[str, str]:
             except metadata.PackageNotFoundError:
                 found[library] = "unknown"
     return found
-
-
-def parameters(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Elements of all leaves."""
-    return sum(math.prod(shape) for shape in shapes)
-
-
-def _torch_style(make: Callable[[list[Any]], Any], params: list[Tensor], grads: list[Tensor]) -> Contender:
-    modules = [torch.nn.Parameter(p) for p in params]
-    for p, g in zip(modules, grads, strict=True):
-        p.grad = g
-    optimizer = make(modules)
-    return Contender(optimizer.step, lambda: _nbytes(list(optimizer.state.values())))
-
-
-def _functional(tx: fl.GradientTransformation, params: list[Tensor], grads: list[Tensor]) -> Contender:
-    step, holder = fl.compile(tx), {"params": params, "state": tx.init(params)}
-
-    def run() -> None:
-        holder["params"], holder["state"] = step(grads, holder["state"], holder["params"])
-
-    return Contender(run, lambda: fl.describe(holder["state"]).total_bytes)
-
-
-def _nbytes(x: Any) -> int:
-    """Bytes of all tensors in a state; a tensor subclass counts as the plain tensors inside it."""
-    if isinstance(x, Tensor):
-        inner = getattr(x, "__tensor_flatten__", None)
-        if inner is not None:
-            return sum(_nbytes(getattr(x, name)) for name in inner()[0])
-        return x.nbytes
-    children = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
-    return sum(_nbytes(child) for child in children)

@@ -13,7 +13,7 @@ from functional_lowbit.cli._contenders import Contender
 
 MIN_SECONDS = 0.02  # of one timing; quick steps are repeated until they fill it
 FEWEST, MOST = 3, 100  # repeats; the first step of a timing finds the caches full of another's numbers
-SLOW, SLOW_ROUNDS = 20.0, 2  # what is this many times slower than the reference is timed in the first rounds only
+SLOW = 20.0  # what is this many times slower than the reference is timed in the first rounds only
 
 
 @dataclass
@@ -26,18 +26,11 @@ class Timed:
     seconds: list[float] = field(default_factory=list)  # of one step, for each round
     ratios: list[float] = field(default_factory=list)  # to the reference's timing right before
 
-    @property
-    def rounds_left_out(self) -> bool:
-        """Whether it is too slow to be timed in every round."""
-        return len(self.ratios) >= SLOW_ROUNDS and self.ratios[0] > SLOW
-
 
 def warm_up(contender: Contender, device: str) -> Timed:
     """Two steps, in which all compiling is done, and a third that says how often a timing repeats it."""
-    first = seconds_of(contender, 1, device)
-    seconds_of(contender, 1, device)
-    repeats = math.ceil(MIN_SECONDS / max(1e-9, seconds_of(contender, 1, device)))
-    return Timed(contender, first, max(FEWEST, min(MOST, repeats)))
+    first, _, seconds = (seconds_of(contender, 1, device) for _ in range(3))
+    return Timed(contender, first, max(FEWEST, min(MOST, math.ceil(MIN_SECONDS / max(1e-9, seconds)))))
 
 
 def seconds_of(contender: Contender, repeats: int, device: str) -> float:
@@ -58,11 +51,21 @@ def synchronize(device: str) -> None:
         torch.accelerator.synchronize()
 
 
-def race(entries: dict[str, Timed], reference: Timed, rounds: int, device: str, done: Callable[..., None]) -> None:
-    """Reference, contender, reference, next contender, … in every round; `done(1, name)` after each contender."""
+def race(
+    entries: dict[str, Timed],
+    reference: Timed,
+    rounds: int,
+    device: str,
+    done: Callable[[int, str], None] = lambda n, name: None,
+    slow_rounds: int = 2,
+) -> None:
+    """Reference, contender, reference, next contender, … in every round.
+
+    A contender that is too slow is timed in the first `slow_rounds` only. `done(1, name)` is called after each.
+    """
     for _ in range(rounds):
         for name, entry in entries.items():
-            if not entry.rounds_left_out:
+            if len(entry.ratios) < slow_rounds or entry.ratios[0] <= SLOW:
                 before = seconds_of(reference.contender, reference.repeats, device)
                 entry.seconds.append(seconds_of(entry.contender, entry.repeats, device))
                 entry.ratios.append(entry.seconds[-1] / before)
@@ -70,7 +73,7 @@ def race(entries: dict[str, Timed], reference: Timed, rounds: int, device: str, 
 
 
 def machine(device: str) -> str:
-    """The processor, and how much of it is used."""
+    """What a timing is taken on, in words: the processor, and how much of it is used."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else _processor()
     threads = torch.get_num_threads()
     return f"{name}, {threads} {'thread' if threads == 1 else 'threads'}"

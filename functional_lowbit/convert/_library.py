@@ -10,12 +10,12 @@ from functional_lowbit.convert._flashoptim import CODES, ERROR, read_flashoptim
 from functional_lowbit.convert._own import is_own, read_own, saved_of_own
 from functional_lowbit.convert._read import Reader, plain, reader_by_names
 from functional_lowbit.convert._saved import Saved, read_saved, unflattened
-from functional_lowbit.convert._torchao import is_torchao, read_torchao
+from functional_lowbit.convert._torchao import is_torchao, read_moment
 
 OURS = "functional_lowbit"
 READERS: dict[str, Reader] = {
     "torch": reader_by_names(plain),
-    "torchao": read_torchao,
+    "torchao": reader_by_names(read_moment),
     "bitsandbytes": read_bitsandbytes,
     "flashoptim": read_flashoptim,
     OURS: read_own,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from functional_lowbit.convert._kept import Blocks, Codes, Kept, by_map, is_map_of
-from functional_lowbit.convert._read import Reader, plain, reader_by_names, signed
+from functional_lowbit.convert._read import plain, signed
 from functional_lowbit.convert._saved import SavedParam
 from functional_lowbit.sharding import local_of
 
@@ -40,7 +40,8 @@ def blocks_of(x: Any) -> Blocks:
     return Blocks(codes, scales, n // scales.numel() if n else 1, decode, packed)
 
 
-def _kept(speaker: str, param: SavedParam, entry: str, x: Any) -> Kept:
+def read_moment(speaker: str, param: SavedParam, entry: str, x: Any) -> Kept:
+    """A moment of torchao's Adam and AdamW."""
     if not is_torchao(x):  # small parameters have plain tensors
         return plain(speaker, param, entry, x)
     try:
@@ -63,6 +64,3 @@ def _known(blocks: Blocks, qmap: Tensor | None, is_signed: bool) -> Codes | None
         # Ours keeps a code for 0 and has none for 15/16, which becomes 1.
         return Codes("dynamic4", False, lambda: (blocks.each() + 1).clamp_max(15), blocks.scales, blocks.block)
     return None
-
-
-read_torchao: Reader = reader_by_names(_kept)
