@@ -1,20 +1,22 @@
 """Optimizers by the names that are typed on the command line."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import functional_lowbit as fl
 from functional_lowbit.cli._output import Mistake
 
 LR = 1e-3  # no number of a plan depends on it
-FAMILIES: dict[str, tuple[Callable[[], fl.GradientTransformation], Callable[..., fl.GradientTransformation]]] = {
-    "adamw": (lambda: fl.adamw(LR), fl.adamw8bit),
-    "adam": (lambda: fl.adam(LR), fl.adam8bit),
-    "lion": (lambda: fl.lion(LR), fl.lion8bit),
-    "sgd": (lambda: fl.sgd(LR, 0.9), fl.sgd8bit),
+FAMILIES = {  # in float32; with moments in few bits they are fl.adamw8bit, …
+    "adamw": partial(fl.adamw, LR),
+    "adam": partial(fl.adam, LR),
+    "lion": partial(fl.lion, LR),
+    "sgd": partial(fl.sgd, LR, 0.9),
 }
-READY = ("adamw8bit", "adamw4bit", "adamwfp8", "adam8bit", "adam4bit", "adamfp8", "lion8bit", "sgd8bit")
+READY = {f"{family}{bits}": family for family in FAMILIES for bits in ("8bit", "4bit", "fp8")}
+READY = {name: family for name, family in READY.items() if hasattr(fl, name)}
 ALL = "all"
 
 
@@ -28,8 +30,9 @@ class Recipe(NamedTuple):
 
 def in_format(family: str, format: str, block_size: int | None = None) -> fl.GradientTransformation:
     """An optimizer whose moments rest in a format; float32 is the optimizer without `low_bit`."""
-    plain, stored = FAMILIES[family]
-    return plain() if format == "float32" else stored(LR, format=format, block_size=block_size)
+    if format == "float32":
+        return FAMILIES[family]()
+    return getattr(fl, f"{family}8bit")(LR, format=format, block_size=block_size)
 
 
 def chosen(optimizers: Sequence[str], formats: Sequence[str], block_size: int | None) -> list[Recipe]:
@@ -38,19 +41,16 @@ def chosen(optimizers: Sequence[str], formats: Sequence[str], block_size: int | 
     Raises:
         Mistake: for a name that is none.
     """
-    names = list(FAMILIES) if list(optimizers) == [ALL] else list(optimizers)
-    wanted = list(fl.formats.names()) if list(formats) == [ALL] else list(formats)
+    names = list(FAMILIES) if list(optimizers) == [ALL] else optimizers
+    wanted = fl.formats.names() if list(formats) == [ALL] else formats
     for format in wanted:
         if format not in fl.formats.names():
             raise Mistake(f"--format must be of {', '.join(fl.formats.names())} or {ALL}; got {format!r}")
     found = []
     for name in names:
-        if name in FAMILIES:
-            found += [Recipe(name, f, in_format(name, f, block_size)) for f in wanted or fl.formats.names()]
-        elif name in READY:
-            own = inspect.signature(getattr(fl, name)).parameters["format"].default
-            family = next(f for f in FAMILIES if name.removeprefix(f) in ("8bit", "4bit", "fp8"))
-            found += [Recipe(name, f, in_format(family, f, block_size)) for f in wanted or [own]]
-        else:
+        if name not in (*FAMILIES, *READY):
             raise Mistake(f"--optimizer must be of {', '.join((*FAMILIES, *READY))} or {ALL}; got {name!r}")
+        own = [inspect.signature(getattr(fl, name)).parameters["format"].default] if name in READY else None
+        family = READY.get(name, name)
+        found += [Recipe(name, f, in_format(family, f, block_size)) for f in wanted or own or fl.formats.names()]
     return found

@@ -8,12 +8,11 @@ from functional_lowbit._core.contract.refuse import is_transformation
 from functional_lowbit._optree import Tree
 from functional_lowbit._refused import speaking
 from functional_lowbit.convert._fill import check_step, fill
+from functional_lowbit.convert._groups import params_in_order, with_hyperparams
 from functional_lowbit.convert._library import OURS, READERS, any_saved, library_in
 from functional_lowbit.convert._match import Sides, match
 from functional_lowbit.convert._own import is_own_state
 from functional_lowbit.convert._read import Read, refuse_dampening
-from functional_lowbit.convert._saved import SavedParam
-from functional_lowbit.convert._shell import into_optimizer
 from functional_lowbit.convert._slots import find_slots, named_leaves
 from functional_lowbit.optim._optimizer import Optimizer
 
@@ -193,23 +192,23 @@ def _convert(library: str, saved: Any, target: Any, params: Tree, step: int | No
     source, reader = any_saved(speaker, saved), READERS[library]
     sides = Sides(speaker, unordered="saved" if is_own_state(saved) else "")
 
-    def read(p: SavedParam) -> Read:
-        return reader(speaker, p, source.groups[p.group], fields)
-
-    def check(states: list[Any], reads: Mapping[str, Read]) -> None:
-        _any(speaker, states, reads)
-        refuse_dampening(speaker, reads.values(), source.groups, target, step)
-
-    if isinstance(target, Optimizer):
-        if params is not None:
-            raise ValueError(f"{speaker}: params must be None for an optimizer, which knows its own")
-        return into_optimizer(sides, source, target, read, check, step)
-    with speaking(speaker):
-        interrupted.refuse(target)
-    places = _targets(speaker, target, params, named=all(p.name is not None for p in source.params))
-    reads = {name: read(p) for name, p in match(sides, source.params, places).items()}
-    check([target], reads)
-    return fill(speaker, target, reads, step, places)
+    if not isinstance(target, Optimizer):
+        with speaking(speaker):
+            interrupted.refuse(target)
+        places = _targets(speaker, target, params, named=all(p.name is not None for p in source.params))
+        parts = [(target, places)]
+    elif params is not None:
+        raise ValueError(f"{speaker}: params must be None for an optimizer, which knows its own")
+    else:
+        places, parts = params_in_order(speaker, target), target.parts(speaker)
+    found = match(sides, source.params, places)
+    reads = {name: reader(speaker, p, source.groups[p.group], fields) for name, p in found.items()}
+    _refuse_nothing(speaker, [state for state, _ in parts], reads)
+    refuse_dampening(speaker, reads.values(), source.groups, target, step)
+    new = [fill(speaker, state, {n: r for n, r in reads.items() if n in own}, step, own) for state, own in parts]
+    if not isinstance(target, Optimizer):
+        return new[0]
+    return with_hyperparams(speaker, target.state_dict_with(new), [found.get(n) for n in places], source.groups)
 
 
 def _targets(speaker: str, state: Any, params: Tree, named: bool) -> dict[str, Any]:
@@ -238,7 +237,7 @@ def _targets(speaker: str, state: Any, params: Tree, named: bool) -> dict[str, A
     return places
 
 
-def _any(speaker: str, states: list[Any], reads: Mapping[str, Read]) -> None:
+def _refuse_nothing(speaker: str, states: list[Any], reads: Mapping[str, Read]) -> None:
     """Refuse what has no state at all, but of an optimizer that keeps none."""
     if any(read.moments or read.step is not None for read in reads.values()):
         return

@@ -109,7 +109,6 @@ def params_of(saved: Any) -> dict[str, Tensor]:
         for entry, kept in moments.items():
             value = entries.get(entry)
             dtype = value.dtype if isinstance(value, Tensor) and value.is_floating_point() else torch.float32
-            name = str(p.number) if p.name is None else p.name
-            found[name] = torch.empty(kept.shape, dtype=dtype, device="meta")
+            found[p.label] = torch.empty(kept.shape, dtype=dtype, device="meta")
             break
     return found

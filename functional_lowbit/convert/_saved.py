@@ -18,6 +18,17 @@ class SavedParam(NamedTuple):
     group: int
     entries: Mapping[str, Any]  # empty: it never had a gradient
     tensor: Tensor | None = None  # the parameter itself, where the optimizer was given and not its state_dict
+    has_key: bool = False  # whether the state and the groups call it by its name
+
+    @property
+    def key(self) -> str | int:
+        """What it is called in the state and in the groups."""
+        return self.name if self.has_key and self.name is not None else self.number
+
+    @property
+    def label(self) -> str:
+        """Its name, or its number."""
+        return str(self.number) if self.name is None else self.name
 
     @property
     def words(self) -> str:
@@ -29,7 +40,7 @@ class Saved(NamedTuple):
     """A saved optimizer."""
 
     params: list[SavedParam]
-    groups: list[dict[str, Any]]  # hyperparameters
+    groups: list[dict[str, Any]]  # hyperparameters, and names
 
 
 def read_saved(speaker: str, saved: Any) -> Saved:
@@ -44,9 +55,7 @@ def read_saved(speaker: str, saved: Any) -> Saved:
         TypeError, ValueError: for what is none of these.
     """
     if isinstance(saved, torch.optim.Optimizer):
-        tensors = [p for group in saved.param_groups for p in group["params"]]
-        found = read_saved(speaker, saved.state_dict())
-        return found._replace(params=[p._replace(tensor=x) for p, x in zip(found.params, tensors, strict=True)])
+        return with_tensors(read_saved(speaker, saved.state_dict()), saved)
     if not isinstance(saved, Mapping):
         raise TypeError(
             f"{speaker}: saved must be an optimizer or what its state_dict() returned, got {type(saved).__name__}"
@@ -59,10 +68,17 @@ def read_saved(speaker: str, saved: Any) -> Saved:
             raise ValueError(f"{speaker}: saved has no entry {key!r}; {way_out}")
         if not isinstance(saved[key], kind):
             raise ValueError(f"{speaker}: saved[{key!r}] must be a {words}, got {type(saved[key]).__name__}")
-    return _of_groups(speaker, saved["state"], saved["param_groups"])
+    return of_groups(speaker, saved["state"], saved["param_groups"])
 
 
-def _of_groups(speaker: str, state: Mapping[Any, Any], saved_groups: Sequence[Any]) -> Saved:
+def with_tensors(saved: Saved, optimizer: torch.optim.Optimizer) -> Saved:
+    """The same with the parameters themselves."""
+    tensors = [p for group in optimizer.param_groups for p in group["params"]]
+    return saved._replace(params=[p._replace(tensor=x) for p, x in zip(saved.params, tensors, strict=True)])
+
+
+def of_groups(speaker: str, state: Mapping[Any, Any], saved_groups: Sequence[Any]) -> Saved:
+    """The parameters of some groups, in order, with what a state has of them."""
     params: list[SavedParam] = []
     groups: list[dict[str, Any]] = []
     keys: set[Any] = set()
@@ -95,9 +111,10 @@ def _of_groups(speaker: str, state: Mapping[Any, Any], saved_groups: Sequence[An
                     f"{speaker}: saved['state'][{key!r}] must be a dict, got {type(entries).__name__}; it must come "
                     "from optimizer.state_dict()"
                 )
-            params.append(SavedParam(name, len(params), i, entries))
+            tensor = key if isinstance(key, Tensor) else None
+            params.append(SavedParam(name, len(params), i, entries, tensor, has_key=isinstance(key, str)))
             keys.add(key)
-        groups.append({str(k): v for k, v in group.items() if k not in ("params", "param_names")})
+        groups.append({str(k): v for k, v in group.items() if k != "params"})
     for key, entries in state.items():
         if key not in keys and entries:
             raise ValueError(f"{speaker}: saved['state'] has {key!r}, which is in no group; the file is damaged")

@@ -1,7 +1,6 @@
 """to_torch: a state of ours as the state_dict of a torch.optim optimizer."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,33 +9,23 @@ from torch import Tensor
 from functional_lowbit._core.contract import interrupted
 from functional_lowbit._optree import Tree
 from functional_lowbit._refused import speaking
-from functional_lowbit.convert._kept import Kept
+from functional_lowbit.convert._groups import are_whole, params_in_order, same_switches
 from functional_lowbit.convert._match import Sides, match
 from functional_lowbit.convert._own import ENTRIES, is_own, is_own_state, kept_of, saved_of_own
-from functional_lowbit.convert._place import Place, own_groups, place_of
-from functional_lowbit.convert._read import read_step
-from functional_lowbit.convert._saved import SavedParam, unflattened
-from functional_lowbit.convert._shell import params_in_order, same_switches
+from functional_lowbit.convert._read import Read, read_step
+from functional_lowbit.convert._saved import Saved, SavedParam, of_groups, unflattened, with_tensors
 from functional_lowbit.convert._slots import Slots, find_slots, listed, named_leaves
 from functional_lowbit.optim._optimizer import Optimizer
 
 SPEAKER = "to_torch"
 
 
-class Owner(NamedTuple):
-    """One parameter of the source that has moments."""
-
-    moments: dict[str, Kept]  # by entry of torch
-    step: int | None
-
-
 class Source(NamedTuple):
     """What is converted."""
 
     params: Mapping[str, Tensor | None]  # all, by name and in order; None where they are not known
-    owners: dict[str, Owner]
-    place: Place | None = None  # its own groups, if they have all hyperparameters
-    groups: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # the group of each parameter, where there are any
+    reads: dict[str, Read]  # of those that have moments: these by entry of torch
+    groups: Sequence[Mapping[str, Any]] = ()  # with "params", where there are any
 
 
 def to_torch(
@@ -84,87 +73,93 @@ def to_torch(
     """
     entries = {**ENTRIES, **{f: e for e, f in (fields or {}).items()}}
     given = _source(unflattened(source), params, entries)
-    place = given.place if target is None else place_of(SPEAKER, target)
-    if place is None:
+    if target is None and not are_whole(given.groups):
         raise ValueError(
             f"{SPEAKER}: target is needed, since source has not all hyperparameters; pass the torch.optim optimizer, "
             "or its groups"
         )
-    found = match(
-        Sides(SPEAKER, "target", "source", "source" if is_own_state(source) else ""),
-        [p._replace(entries={"": None}) for p in place.params],
-        given.params,
-    )
+    place = _place(given.groups if target is None else target)
+    sides = Sides(SPEAKER, "target", "source", "source" if is_own_state(source) else "")
+    found = match(sides, place.params, given.params)
     damped = isinstance(source, Optimizer) and all("dampening" in group for group in source.param_groups)
-    makers = {}
+    reads = {}
     for name, p in found.items():
-        if name in given.owners:  # a mask may have left out the others
-            group = place.groups[p.group]
-            same_switches(f"{SPEAKER}: parameter {name!r} of source", given.groups.get(name, {}), "target", group)
-            makers[p.number] = _checked(given.owners[name], p, group, damped)
+        if name in given.reads:  # a mask may have left out the others
+            read, group = given.reads[name], place.groups[p.group]
+            own = given.groups[read.group] if given.groups else {}
+            same_switches(f"{SPEAKER}: parameter {name!r} of source", own, "target", group)
+            reads[p.number] = _checked(read, p, group, damped)
     state = {}
-    for number, (moments, step) in sorted(makers.items()):
-        made: dict[str, Any] = {} if step is None else {"step": torch.tensor(float(step), dtype=torch.float32)}
-        for entry, kept in moments.items():
-            made[entry] = kept.values().float().clone()
+    for number, read in sorted(reads.items()):
+        made = {} if read.step is None else {"step": torch.tensor(float(read.step), dtype=torch.float32)}
+        made |= {entry: kept.values().float().clone() for entry, kept in read.moments.items()}
         if made:
-            state[place.keys[number]] = made
-    return {"state": state, "param_groups": place.groups}
+            state[place.params[number].key] = made
+    keys = [[p.key for p in place.params if p.group == i] for i in range(len(place.groups))]
+    groups = [{**group, "params": own} for group, own in zip(place.groups, keys, strict=True)]
+    return {"state": state, "param_groups": groups}
+
+
+def _place(target: Any) -> Saved:
+    """The parameters of an optimizer, or of a list of groups. Any of them may get a state."""
+    is_optimizer = isinstance(target, torch.optim.Optimizer)
+    groups = target.state_dict()["param_groups"] if is_optimizer else target
+    if not isinstance(groups, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in groups):
+        raise TypeError(
+            f"{SPEAKER}: target must be a torch.optim.Optimizer or a list of its groups, got {type(target).__name__}"
+        )
+    place = of_groups(SPEAKER, {}, groups)
+    place = with_tensors(place, target) if is_optimizer else place
+    return place._replace(params=[p._replace(entries={"": None}) for p in place.params])
 
 
 def _source(source: Any, params: Tree, entries: Mapping[str, str]) -> Source:
     if isinstance(source, Optimizer):
-        known: Mapping[str, Any] = params_in_order(SPEAKER, source)
-        owners: dict[str, Owner] = {}
-        for tree in source._trees:
+        known, reads = params_in_order(SPEAKER, source), {}
+        for state, _ in source.parts(SPEAKER):
             with speaking(SPEAKER):
-                interrupted.refuse(tree.state)
-            owners.update(_owners(find_slots(tree.state), entries))
-        members = [group for group in source.param_groups for _ in group["params"]]
-        place = own_groups(SPEAKER, source.state_dict()["param_groups"])
-        return Source(known, owners, place, dict(zip(known, members, strict=True)))
+                interrupted.refuse(state)
+            reads |= _reads(find_slots(state), entries)
+        members = [i for i, group in enumerate(source.param_groups) for _ in group["params"]]
+        group_of = dict(zip(known, members, strict=True))
+        reads = {name: read._replace(group=group_of[name]) for name, read in reads.items()}
+        return Source(known, reads, source.state_dict()["param_groups"])
     if is_own(source):
-        saved = saved_of_own(SPEAKER, source)
-        owners, groups = {}, source.get("param_groups", ())
-        own: dict[str, Mapping[str, Any]] = {}
-        for p in saved.params:
+        reads = {}
+        for p in saved_of_own(SPEAKER, source).params:
             moments = {entries[f]: kept_of(x) for f, x in p.entries.items() if f in entries}
             if moments:
-                name = str(p.number) if p.name is None else p.name
-                owners[name] = Owner(moments, read_step(SPEAKER, p))
-                own[name] = groups[p.group] if groups else {}
-        place = own_groups(SPEAKER, groups) if groups else None
-        return Source(dict.fromkeys(owners), owners, place, own)
+                reads[p.label] = Read(p.words, moments, {}, p.group, read_step(SPEAKER, p))
+        return Source(dict.fromkeys(reads), reads, source.get("param_groups", ()))
     with speaking(SPEAKER):
         interrupted.refuse(source)
     slots = find_slots(source)
     known = dict.fromkeys(slots.owners()) if params is None else dict(named_leaves(params))
-    return Source(known, _owners(slots, entries))
+    return Source(known, _reads(slots, entries))
 
 
-def _owners(slots: Slots, entries: Mapping[str, str]) -> dict[str, Owner]:
+def _reads(slots: Slots, entries: Mapping[str, str]) -> dict[str, Read]:
     counters = {counter.path: int(counter.leaf) for counter in slots.counters}
-    found: dict[str, Owner] = {}
+    found: dict[str, Read] = {}
     for slot in slots.slots:
         if slot.field not in entries:
             continue
-        entry = entries[slot.field]
-        step = counters.get(slot.counter or "")
-        owner = found.setdefault(slot.owner, Owner({}, step))
-        if entry in owner.moments:
+        entry, step = entries[slot.field], counters.get(slot.counter or "")
+        read = found.setdefault(slot.owner, Read("", {}, {}, step=step))
+        if entry in read.moments:
             raise ValueError(
                 f"{SPEAKER}: source has two moments of parameter {slot.owner!r} that {entry!r} may be, the second at "
                 f"{slot.path}; torch keeps one"
             )
-        owner.moments[entry] = kept_of(slot.leaf)
-        if owner.step is None and step is not None:
-            found[slot.owner] = owner._replace(step=step)
+        found[slot.owner] = read._replace(
+            moments={**read.moments, entry: kept_of(slot.leaf)}, step=step if read.step is None else read.step
+        )
     return found
 
 
-def _checked(owner: Owner, p: SavedParam, group: Mapping[str, Any], damped: bool) -> tuple[dict[str, Kept], int | None]:
+def _checked(read: Read, p: SavedParam, group: Mapping[str, Any], damped: bool) -> Read:
     """What a parameter of a group gets, if its optimizer keeps that. Known ones are told by their group."""
-    moments, step = owner.moments, owner.step
+    moments, step = read.moments, read.step
     wanted: set[str] | None = None
     if "ns_coefficients" in group:
         wanted, step = {"momentum_buffer"}, None
@@ -196,4 +191,4 @@ def _checked(owner: Owner, p: SavedParam, group: Mapping[str, Any], damped: bool
                 f"{SPEAKER}: {entry!r} of {p.words} has shape {kept.shape}, but target's parameter has "
                 f"{tuple(p.tensor.shape)}; it is the state of another model"
             )
-    return moments, step
+    return read._replace(moments=moments, step=step)

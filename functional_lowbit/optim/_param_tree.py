@@ -48,6 +48,11 @@ class ParamTree:
         """Take a state, and find out which leaf belongs to which parameter."""
         self.state = state
         self.tensors = _optree.leaves(state)
+        self.leaves, self.shared = self._sorted(state)
+        self.live = {name: _entries.live(leaves, self.params[name].device) for name, leaves in self.leaves.items()}
+
+    def _sorted(self, state: Any) -> tuple[dict[str, dict[str, Any]], list[str]]:
+        """Parameter to leaves by name, what belongs to all parameters with each; and the names of the latter."""
         own: dict[str, dict[str, Any]] = {name: {} for name in self.params}
         shared: dict[str, Any] = {}
 
@@ -56,10 +61,12 @@ class ParamTree:
             return leaf
 
         _entries.map_leaves(note, state, self.params)
-        self.shared = list(shared)
-        # Parameter to leaves by name; what belongs to all parameters stands with each.
-        self.leaves = {name: {**leaves, **shared} for name, leaves in own.items()}
-        self.live = {name: _entries.live(leaves, self.params[name].device) for name, leaves in self.leaves.items()}
+        return {name: {**leaves, **shared} for name, leaves in own.items()}, list(shared)
+
+    def saved(self, state: Any) -> dict[Tensor, dict[str, Any]]:
+        """What is saved of each parameter if this is the tree's state."""
+        leaves = self.leaves if state is self.state else self._sorted(state)[0]
+        return {p: _entries.save(leaves[name], p.device) for name, p in self.params.items()}
 
     def read_numbers(self, where: str, groups: Sequence[Mapping[str, Any]]) -> None:
         """Go on with the transformation that the group's numbers make. Nothing is compiled for it.

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit.optim import _entries
 from functional_lowbit.optim._param_tree import ParamTree
 from functional_lowbit.optim._same_groups import check_file
 
@@ -108,10 +107,28 @@ class Saved(torch.optim.Optimizer):
                 self._plant(members)
         self._load(saved, state["param_groups"], any(v.convert for v in hidden))
 
-    def _saved(self) -> dict[Tensor, dict[str, Any]]:
-        return {
-            p: _entries.save(tree.leaves[name], p.device) for tree in self._trees for name, p in tree.params.items()
+    def parts(self, speaker: str = "Optimizer.parts") -> list[tuple[Any, dict[str, Tensor]]]:
+        """The state of each tree of parameters, and these by name. `fl.convert` reads them; nothing may be written.
+
+        Args:
+            speaker: Who speaks in errors.
+
+        Raises:
+            ValueError: for groups whose parameters are others than when they were added.
+        """
+        self._settle(speaker)
+        return [(tree.state, tree.params) for tree in self._trees]
+
+    def state_dict_with(self, states: Sequence[Any]) -> dict[str, Any]:
+        """What `state_dict` would return if these were the states of the `parts`. Nothing is written."""
+        saved = {
+            p: own for tree, state in zip(self._trees, states, strict=True) for p, own in tree.saved(state).items()
         }
+        params = [p for group in self.param_groups for p in group["params"]]
+        return {**self.state_dict(), "state": {i: saved[p] for i, p in enumerate(params)}}
+
+    def _saved(self) -> dict[Tensor, dict[str, Any]]:
+        return {p: own for tree in self._trees for p, own in tree.saved(tree.state).items()}
 
     def _saved_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """What is saved of a group."""

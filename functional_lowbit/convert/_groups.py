@@ -1,18 +1,16 @@
-"""An `fl.optim` optimizer as the target: the state_dict that it would have saved."""
+"""Param groups on both sides: whose parameters they are of, which hyperparameters are carried over, what must agree."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from functional_lowbit.convert._fill import fill
-from functional_lowbit.convert._match import Sides, match
-from functional_lowbit.convert._read import Read
-from functional_lowbit.convert._saved import Saved, SavedParam
-from functional_lowbit.optim import _entries
+from functional_lowbit.convert._saved import SavedParam
 from functional_lowbit.optim._optimizer import Optimizer
 
 SWITCHES = ("maximize", "nesterov")  # what moments are of, and what becomes of them
+# What torch's Adam and SGD read of a group, but for the switches, which they set themselves.
+HYPERS = ({"lr", "betas", "eps", "weight_decay"}, {"lr", "momentum", "dampening", "weight_decay", "nesterov"})
 
 
 def params_in_order(speaker: str, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -21,53 +19,44 @@ def params_in_order(speaker: str, optimizer: Optimizer) -> dict[str, Tensor]:
     Raises:
         TypeError, ValueError: for groups whose parameters are others than those given.
     """
-    optimizer._settle(speaker)
-    names = {id(p): name for tree in optimizer._trees for name, p in tree.params.items()}
+    names = {id(p): name for _, params in optimizer.parts(speaker) for name, p in params.items()}
     return {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
 
 
-def into_optimizer(
-    sides: Sides, saved: Saved, target: Optimizer, read: Any, check: Any, step: int | None
+def are_whole(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether groups have all hyperparameters that an optimizer of torch reads."""
+    return bool(groups) and all(any(names <= set(group) for names in HYPERS) for group in groups)
+
+
+def with_hyperparams(
+    speaker: str, made: dict[str, Any], params: Sequence[SavedParam | None], groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """A state_dict for `target.load_state_dict`. Nothing is written.
+    """A state_dict for an optimizer of ours whose groups have the saved hyperparameters.
 
     Args:
-        sides: Who speaks in errors, and of what.
-        saved: What was saved.
-        target: The optimizer.
-        read: `read(param) -> Read`.
-        check: `check(states, reads)` refuses what the target cannot go on with.
-        step: For every counter, if not None.
+        speaker: Who speaks in errors.
+        made: The state_dict with the numbers of the target.
+        params: What was saved of each of its parameters, in order; None for one that was not.
+        groups: The saved groups.
+
+    Raises:
+        ValueError: for a group that is made of several ones that differ, and for switches that differ.
     """
-    speaker = sides.speaker
-    params = params_in_order(speaker, target)
-    found = match(sides, saved.params, params)
-    reads: dict[str, Read] = {name: read(p) for name, p in found.items()}
-    check([tree.state for tree in target._trees], reads)
-    entries: dict[str, dict[str, Any]] = {}
-    for tree in target._trees:
-        state = fill(speaker, tree.state, {n: r for n, r in reads.items() if n in tree.params}, step, tree.params)
-        own: dict[str, dict[str, Any]] = {name: {} for name in tree.params}
-        shared: dict[str, Any] = {}
-
-        def note(owner: str | None, name: str, leaf: Any, own: Any = own, shared: Any = shared) -> Any:
-            (shared if owner is None else own[owner])[name] = leaf
-            return leaf
-
-        _entries.map_leaves(note, state, tree.params)
-        for name, p in tree.params.items():
-            entries[name] = _entries.save({**own[name], **shared}, p.device)
-    result = target.state_dict()
-    names = iter(params)
-    groups = []
-    for i, group in enumerate(result["param_groups"]):
-        members = [next(names) for _ in group["params"]]
-        groups.append({**group, **_carried(speaker, i, group, [found[n] for n in members if n in found], saved.groups)})
-    return {**result, "state": {i: entries[name] for i, name in enumerate(params)}, "param_groups": groups}
+    rest = iter(params)
+    own = [[p for _, p in zip(group["params"], rest, strict=False) if p] for group in made["param_groups"]]
+    new = [
+        {**group, **_carried(speaker, i, group, members, groups)}
+        for i, (group, members) in enumerate(zip(made["param_groups"], own, strict=True))
+    ]
+    return {**made, "param_groups": new}
 
 
 def _carried(
-    speaker: str, index: int, group: Mapping[str, Any], members: list[SavedParam], groups: list[dict[str, Any]]
+    speaker: str,
+    index: int,
+    group: Mapping[str, Any],
+    members: Sequence[SavedParam],
+    groups: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Hyperparameters of the saved groups under the names that the target's group has numbers for."""
     carried: dict[str, Any] = {}
