@@ -1,7 +1,6 @@
 """One optimizer state of a checkpoint as another: of ours in a format, or of torch.optim."""
 
-from collections.abc import Callable, Mapping
-from itertools import compress
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,15 +10,16 @@ import functional_lowbit as fl
 from functional_lowbit._core.state.quantized import QuantizedTensor
 from functional_lowbit.checkpoint import _schema
 from functional_lowbit.cli._numbers import take
-from functional_lowbit.cli._output import Mistake, said
+from functional_lowbit.cli._output import Mistake, said, told
 from functional_lowbit.cli._recipes import in_format
 from functional_lowbit.cli._reformat import Made, Target, reformat, relative_error
 from functional_lowbit.cli._sections import OPTIMIZER, OURS, Section, names_of
+from functional_lowbit.convert._library import any_saved, each_read
+from functional_lowbit.convert._own import is_own
 from functional_lowbit.convert._slots import named_leaves
 from functional_lowbit.optim import _entries
 
 CPU = torch.device("cpu")
-ANOTHER_KIND = "another kind of optimizer"  # what fl.convert says of a target that keeps other moments
 Advance = Callable[..., None]
 
 
@@ -66,10 +66,9 @@ def to_format(section: Section, target: Target, advance: Advance) -> Converted:
 
 
 def _foreign_to_format(section: Section, target: Target, advance: Advance) -> Converted:
-    saved = section.node
-    params = _asked(lambda: fl.convert.params_of(saved), "params_of")
-    family, exact = _of_a_kind(saved, params, "float32", None)
-    _, state = _of_a_kind(saved, params, target.format.name, target.block_size, family)
+    family, params = _family(section.node), _params(section.node)
+    exact = _state(section.node, params, in_format(family, "float32"))
+    state = _state(section.node, params, in_format(family, target.format.name, target.block_size))
     flat, plain = _leaves(state), _leaves(exact)
     made = {}
     for path, leaf in flat.items():
@@ -84,18 +83,16 @@ def _foreign_to_format(section: Section, target: Target, advance: Advance) -> Co
     return Converted(fl.state_dict(state), flat, made, f"{how}, or with fl.convert.from_saved into any other")
 
 
-def _of_a_kind(
-    saved: Any, params: Mapping[str, Tensor], format: str, block_size: int | None, family: str | None = None
-) -> tuple[str, Any]:
-    """The state in the first of our optimizers that keeps what was saved."""
-    for name in [family] if family else ("adamw", "lion", "sgd"):
-        try:
-            target = in_format(name, format, block_size).init(dict(params))
-            return name, fl.convert.from_saved(saved, target, dict(params))
-        except (TypeError, ValueError) as error:
-            if ANOTHER_KIND not in str(error) or name == "sgd":
-                raise Mistake(said(error, str(error).partition(":")[0])) from error
-    raise AssertionError("the last one returns or raises")
+def _params(saved: Any) -> dict[str, Tensor]:
+    with told("params_of"):
+        return fl.convert.params_of(saved)
+
+
+def _state(saved: Any, params: dict[str, Tensor], tx: fl.GradientTransformation) -> Any:
+    try:
+        return fl.convert.from_saved(saved, tx.init(params), params)
+    except (TypeError, ValueError) as error:
+        raise Mistake(said(error, str(error).partition(":")[0])) from error
 
 
 def to_torch(section: Section) -> Converted:
@@ -108,17 +105,19 @@ def to_torch(section: Section) -> Converted:
     saved: Any = section.node
     if _schema.SCHEMA in saved:
         saved = {name: take(x) for name, x in saved.items()}
-    saved, numbers = (saved, {}) if section.library == OURS else _stepped(saved)
-    params = _asked(lambda: fl.convert.params_of(saved), "params_of")
+    family, params = _family(saved), _params(saved)
+    groups = _groups(family, saved, list(params))
     if section.library == OURS:
-        groups = _groups(_family(section), saved, list(params))
-        result = _asked(lambda: fl.convert.to_torch(saved, groups), "to_torch")
+        with told("to_torch"):
+            result = fl.convert.to_torch(saved, groups)
     else:
-        family, state = _of_a_kind(saved, params, "float32", None)
-        groups = _groups(family, saved, list(params))
-        result = _asked(lambda: fl.convert.to_torch(state, groups, dict(params)), "to_torch")
-        result["state"] = {numbers.get(key, key): entries for key, entries in result["state"].items()}
-        result["param_groups"] = _groups(family, section.node, list(params))
+        # Parameters that never had a gradient have no state, and may stay without: torch's load_state_dict takes that.
+        labels = {key: p.label for key, p in zip(_keys(groups), any_saved("to_torch", saved).params, strict=True)}
+        stepped = [{**g, "params": [labels[k] for k in g["params"] if labels[k] in params]} for g in groups]
+        with told("to_torch"):
+            result = fl.convert.to_torch(_state(saved, params, in_format(family, "float32")), stepped, params)
+        state = {key: result["state"][label] for key, label in labels.items() if label in result["state"]}
+        result = {"state": state, "param_groups": groups}
     made = {}
     for key, entries in result["state"].items():
         for name, x in entries.items():
@@ -133,34 +132,21 @@ def to_torch(section: Section) -> Converted:
     return Converted(result, None, made, how)
 
 
-def _stepped(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """A state of the parameters that have one, numbered anew, and their old numbers by the new ones.
-
-    Those that never had a gradient have none, and may stay without: torch's load_state_dict takes that.
-    """
-    stepped = [k for group in saved["param_groups"] for k in group["params"] if k in saved["state"]]
-    new = {k: n if isinstance(k, int) else k for n, k in enumerate(stepped)}
-    groups = []
-    for group in saved["param_groups"]:
-        kept = [k in new for k in group["params"]]
-        own = {**group, "params": [new[k] for k in group["params"] if k in new]}
-        if "param_names" in group:
-            own["param_names"] = list(compress(group["param_names"], kept))
-        groups.append(own)
-    state = {new[k]: entries for k, entries in saved["state"].items() if k in new}
-    return {**saved, "state": state, "param_groups": groups}, {n: k for k, n in new.items()}
+def _keys(groups: list[dict[str, Any]]) -> list[Any]:
+    return [key for group in groups for key in group["params"]]
 
 
-def _family(section: Section) -> str:
-    """Which kind of optimizer a state of ours is of, by the names of its moments.
+def _family(saved: Any) -> str:
+    """Which kind of optimizer a state is of, by its moments.
 
     Raises:
         Mistake: for one without moments.
     """
-    fields = {word for leaf in section.leaves for word in leaf.path.split(".")}
-    if not fields & {"mu", "nu", "trace"}:
+    with told("params_of"):
+        fields = {f for _, read in each_read("params_of", saved) for names in read.fields.values() for f in names}
+    if not fields and is_own(saved):
         raise Mistake("the state has no moments, so there is nothing to convert; make a new optimizer of torch.optim")
-    return "adamw" if "nu" in fields else "sgd" if "trace" in fields else "lion"
+    return "adamw" if "nu" in fields else "lion" if "mu" in fields else "sgd"
 
 
 def _groups(family: str, saved: Any, names: list[str]) -> list[dict[str, Any]]:
@@ -191,11 +177,3 @@ def _prefixes(section: Section) -> dict[Any, str]:
 
 def _leaves(state: Any) -> dict[str, Any]:
     return {path: leaf for path, leaf in named_leaves(state) if leaf is not None}
-
-
-def _asked(call: Callable[[], Any], speaker: str) -> Any:
-    """What fl.convert returns; its errors are about the file, so they are the user's."""
-    try:
-        return call()
-    except (TypeError, ValueError) as error:
-        raise Mistake(said(error, speaker)) from error

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from functional_lowbit._private import PICKLED_IN_METADATA
 from functional_lowbit.checkpoint import _folder
 from functional_lowbit.cli._numbers import Pending
-from functional_lowbit.cli._output import Broken, Mistake, said
+from functional_lowbit.cli._output import Broken, Mistake, said, told
 
 Check = Callable[[Callable[..., None]], list[str]]
 METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
@@ -39,18 +39,12 @@ def open_folder(path: Path, unsafe: bool) -> tuple[Mapping[Any, Any], int, Check
     names = [x.name for x in place.iterdir()] if place.is_dir() else []
     if names and not any(name == _folder.METADATA or name.endswith(".distcp") for name in names):
         raise Mistake(f"{str(path)!r} is a folder without a checkpoint; give one of the files in it")
-    try:
+    with told(SPEAKER, Mistake, OSError), told(SPEAKER, Broken, ValueError):
         folder = _folder.find(SPEAKER, place)
-    except OSError as error:
-        raise Mistake(said(error, SPEAKER)) from error
-    except ValueError as error:
-        raise Broken(said(error, SPEAKER)) from error
     if not unsafe:
         _refuse_code(folder / _folder.METADATA)
-    try:
+    with told(SPEAKER, Broken, ValueError):
         metadata = _folder.metadata(SPEAKER, folder)
-    except ValueError as error:
-        raise Broken(said(error, SPEAKER)) from error
 
     def reader(name: str, like: Any) -> Callable[[], Tensor]:
         return lambda: _read(folder, metadata, name, like(), unsafe)

@@ -4,8 +4,11 @@ import argparse
 import json
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+WRONG = (TypeError, ValueError)
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -25,6 +28,17 @@ def said(error: BaseException | Warning | str, speaker: str = "") -> str:
     """The text of an error in one line, without who spoke."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text.removeprefix(f"{speaker}: ") if speaker else text
+
+
+@contextmanager
+def told(
+    speaker: str, kind: type[Mistake] = Mistake, errors: type[Exception] | tuple[type[Exception], ...] = WRONG
+) -> Iterator[None]:
+    """Inside it, errors of the library are about what the user gave: its own, in one line without who spoke."""
+    try:
+        yield
+    except errors as error:
+        raise kind(said(error, speaker)) from error
 
 
 def at_least_0(text: str) -> int:

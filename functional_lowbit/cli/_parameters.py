@@ -12,7 +12,7 @@ from torch import Tensor
 
 from functional_lowbit._core.report.plan_params import planned_params
 from functional_lowbit.cli._numbers import Pending, is_tensor
-from functional_lowbit.cli._output import Mistake, said
+from functional_lowbit.cli._output import Mistake, told
 from functional_lowbit.cli._sections import OURS, Section, sections
 from functional_lowbit.cli._stores import open_store
 
@@ -52,12 +52,9 @@ def of_path(path: str, dtype: torch.dtype | None, unsafe: bool) -> tuple[Params,
         is_model = False  # a file of fl.checkpoint.save_safetensors
     if not is_model:
         return _of_checkpoint(path, dtype, unsafe)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of transformers
-            return planned_params(path, dtype)
-    except (OSError, ValueError, ImportError) as error:
-        raise Mistake(said(error)) from error
+    with told("", Mistake, (OSError, ValueError, ImportError)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers
+        return planned_params(path, dtype)
 
 
 def _of_checkpoint(path: str, dtype: torch.dtype | None, unsafe: bool) -> tuple[Params, list[str]]:

@@ -11,7 +11,7 @@ import functional_lowbit as fl
 from functional_lowbit._core.report.columns import table
 from functional_lowbit._core.report.table import Report
 from functional_lowbit._core.version import __version__
-from functional_lowbit.cli._output import Mistake, Result, at_least_1, counted, said, size, words
+from functional_lowbit.cli._output import Mistake, Result, at_least_1, counted, size, told, words
 from functional_lowbit.cli._parameters import Params, of_path, of_shapes
 from functional_lowbit.cli._progress import progress
 from functional_lowbit.cli._recipes import chosen
@@ -82,7 +82,8 @@ def run(args: argparse.Namespace) -> Result:
         rows.append(_torch_row(params, mesh))
         for recipe in recipes:
             advance(1, f"{recipe.optimizer} {recipe.format}")
-            reports.append(_report(recipe.tx, params, mesh))
+            with told("memory_plan"):
+                reports.append(fl.memory_plan(recipe.tx, params, mesh=mesh))
             rows.append(_row(recipe.optimizer, recipe.format, reports[-1]))
         advance(1)
     document: dict[str, Any] = {"command": "plan", "version": __version__, "model": args.model or args.shapes}
@@ -92,13 +93,6 @@ def run(args: argparse.Namespace) -> Result:
     if args.leaves:
         document["report"] = reports[0].to_dict()
     return Result(document, _text(document, reports[0].table(all_rows=True) if args.leaves else None))
-
-
-def _report(tx: fl.GradientTransformation, params: Params, mesh: tuple[int, ...] | None) -> Report:
-    try:
-        return fl.memory_plan(tx, params, mesh=mesh)
-    except (TypeError, ValueError) as error:
-        raise Mistake(said(error, "memory_plan")) from error
 
 
 def _row(optimizer: str, format: str, report: Report) -> dict[str, Any]:
@@ -114,7 +108,8 @@ def _row(optimizer: str, format: str, report: Report) -> dict[str, Any]:
 def _torch_row(params: Params, mesh: tuple[int, ...] | None) -> dict[str, Any]:
     """torch.optim.AdamW with float32 weights: two moments as ours in float32, and a float32 counter for each tensor."""
     in_float32 = {name: torch.empty(x.shape, dtype=torch.float32, device="meta") for name, x in params.items()}
-    row = _row(TORCH, "float32", _report(fl.adamw(1e-3), in_float32, mesh))
+    with told("memory_plan"):
+        row = _row(TORCH, "float32", fl.memory_plan(fl.adamw(1e-3), in_float32, mesh=mesh))
     more = 4 * len(params) - 8  # our one counter is int64
     copies = 1 if mesh is None else prod(mesh)
     for numbers, times in ((row, 1), (row.get("all_ranks", {}), copies)):

@@ -1,5 +1,7 @@
 """Which library saved an optimizer, and what its parameters look like, where no model is at hand."""
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -8,8 +10,8 @@ from torch import Tensor
 from functional_lowbit.convert._bitsandbytes import MOMENTS, WRAPPED, entries_of, read_bitsandbytes
 from functional_lowbit.convert._flashoptim import CODES, ERROR, read_flashoptim
 from functional_lowbit.convert._own import is_own, read_own, saved_of_own
-from functional_lowbit.convert._read import Reader, plain, reader_by_names
-from functional_lowbit.convert._saved import Saved, read_saved, unflattened
+from functional_lowbit.convert._read import Read, Reader, plain, reader_by_names
+from functional_lowbit.convert._saved import Saved, SavedParam, read_saved, unflattened
 from functional_lowbit.convert._torchao import is_torchao, read_moment
 
 OURS = "functional_lowbit"
@@ -50,12 +52,9 @@ def library_of(saved: Any) -> str:
 def library_in(saved: Any, speaker: str) -> str:
     """As `library_of`; `speaker` is who speaks in errors."""
     saved = unflattened(saved)
-    return OURS if is_own(saved) else _library(saved, read_saved(speaker, saved))
-
-
-def _library(saved: Any, read: Saved) -> str:
     if is_own(saved):
         return OURS
+    read = read_saved(speaker, saved)
     for p in read.params:
         if MOMENTS[0] in p.entries or WRAPPED in p.entries:
             return "bitsandbytes"
@@ -97,18 +96,23 @@ def params_of(saved: Any) -> dict[str, Tensor]:
         >>> fl.convert.from_torch(saved, fl.adamw8bit(1e-3).init(params), params)[0].mu["weight"]
         QuantizedTensor(companded8, shape=(64, 64), block_size=256)
     """
-    saved = unflattened(saved)
-    read = any_saved("params_of", saved)
-    reader = READERS[_library(saved, read)]
     found: dict[str, Tensor] = {}
-    for p in read.params:
-        if not p.entries:
-            continue
+    for p, read in each_read("params_of", saved):
         entries = entries_of(p)
-        moments = reader("params_of", p, read.groups[p.group], {}).moments
-        for entry, kept in moments.items():
+        for entry, kept in islice(read.moments.items(), 1):
             value = entries.get(entry)
             dtype = value.dtype if isinstance(value, Tensor) and value.is_floating_point() else torch.float32
             found[p.label] = torch.empty(kept.shape, dtype=dtype, device="meta")
-            break
     return found
+
+
+def each_read(speaker: str, saved: Any) -> Iterator[tuple[SavedParam, Read]]:
+    """The parameters of a saved optimizer that have a state, and what is read of them.
+
+    Raises:
+        TypeError, ValueError: for what is no saved optimizer, or damaged.
+    """
+    source, reader = any_saved(speaker, saved), READERS[library_in(saved, speaker)]
+    for p in source.params:
+        if p.entries:
+            yield p, reader(speaker, p, source.groups[p.group], {})
