@@ -65,31 +65,35 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def _measured(args: argparse.Namespace, names: list[str]) -> Result:
-    dtype, of = getattr(torch, args.dtype), shapes(args.size, args.leaves)
-    all_makers, failed = makers(), {}
+    of = shapes(args.size, args.leaves)
+    params, failed = parameters(of), {}
     entries: dict[str, Timed] = {}
     with progress("time steps", len(names) * (args.rounds + 3)) as advance:
         for name in names:
             advance(0, f"{name}, first step")
             try:
-                with warnings.catch_warnings():
-                    if name in PEERS:
-                        warnings.simplefilter("ignore")  # what they have to say is for their own programmers
-                    made = all_makers[name](leaves(of, dtype, args.device, 0), leaves(of, dtype, args.device, 1))
-                    entries[name] = warm_up(made, args.device)
+                entries[name] = _made(name, of, args)
             except Exception as error:  # what another library raises is not ours to know
                 if name not in PEERS:
                     raise
                 failed[name] = f"{kind_of(error)}: {said(error)}"[:300]
             advance(3 if name in entries else 3 + args.rounds, name)
         race(entries, entries[REFERENCE], args.rounds, args.device, advance)
-    params = parameters(of)
-    rows = [_row(name, entry, params) for name, entry in entries.items()]
-    setting = {"parameters": params, "leaves": args.leaves, "shape": list(of[0]), "dtype": args.dtype}
     document: dict[str, Any] = {"command": "bench", "version": __version__, "machine": machine(args.device)}
     document |= {"device": args.device, "threads": torch.get_num_threads(), "versions": versions()}
-    document |= {**setting, "rounds": args.rounds, "rows": rows, "failed": failed}
+    document |= {"parameters": params, "leaves": args.leaves, "shape": list(of[0]), "dtype": args.dtype}
+    rows = [_row(name, entry, params) for name, entry in entries.items()]
+    document |= {"rounds": args.rounds, "rows": rows, "failed": failed}
     return Result(document, _text(document))
+
+
+def _made(name: str, of: list[tuple[int, ...]], args: argparse.Namespace) -> Timed:
+    """A contender after its first steps."""
+    params, grads = (leaves(of, getattr(torch, args.dtype), args.device, seed) for seed in (0, 1))
+    with warnings.catch_warnings():
+        if name in PEERS:
+            warnings.simplefilter("ignore")  # what they have to say is for their own programmers
+        return warm_up(makers()[name](params, grads), args.device)
 
 
 def _row(name: str, entry: Timed, params: int) -> dict[str, Any]:
@@ -104,29 +108,22 @@ def _row(name: str, entry: Timed, params: int) -> dict[str, Any]:
 
 
 def _text(document: dict[str, Any]) -> str:
-    named = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    what = f"{document['parameters']:,} parameters of {document['dtype']}"
-    split = (
-        f"in {document['leaves']:,} leaves of {tuple(document['shape'])}" if document["leaves"] > 1 else "in one leaf"
-    )
-    lines = [
-        (
-            row["name"],
-            f"{row['ns_per_param']:.3g}",
-            *(f"{x:.3g}" for x in (row["ratio"], min(row["ratios"]), max(row["ratios"]))),
-            f"{row['state_bytes_per_param']:.2f}",
-            f"{row['first_step_seconds']:.2f} s",
-        )
-        for row in document["rows"]
-    ]
+    lines = []
+    for row in document["rows"]:
+        numbers = (row["ns_per_param"], row["ratio"], min(row["ratios"]), max(row["ratios"]))
+        size, first = f"{row['state_bytes_per_param']:.2f}", f"{row['first_step_seconds']:.2f} s"
+        lines.append((row["name"], *(f"{x:.3g}" for x in numbers), size, first))
+    n = document["leaves"]
+    split = f"in {n:,} leaves of {tuple(document['shape'])}" if n > 1 else "in one leaf"
+    what = f"{document['parameters']:,} parameters of {document['dtype']} {split}"
     parts = [
         document["machine"],
-        named,
-        f"{what} {split}, {counted(document['rounds'], 'round')}",
+        ", ".join(f"{name} {version}" for name, version in document["versions"].items()),
+        f"{what}, {counted(document['rounds'], 'round')}",
         "",
         table(HEAD, lines, HEAD[1:]),
+        *(f"{name}: not measured, {why}" for name, why in document["failed"].items()),
     ]
-    parts += [f"{name}: not measured, {why}" for name, why in document["failed"].items()]
     return "\n".join(parts)
 
 

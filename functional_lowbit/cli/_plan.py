@@ -96,12 +96,10 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def _row(optimizer: str, format: str, report: Report) -> dict[str, Any]:
-    row: dict[str, Any] = {"optimizer": optimizer, "format": format, **report.to_dict()}
-    del row["rows"]
-    row.pop("ranks", None)
+    numbers = {name: x for name, x in report.to_dict().items() if name not in ("rows", "ranks")}
+    row = {"optimizer": optimizer, "format": format, **numbers}
     if report.ranks:
-        least = report.ranks[report.smallest_rank or 0]
-        row["smallest_training_bytes"] = least.training_bytes
+        row["smallest_training_bytes"] = report.ranks[report.smallest_rank or 0].training_bytes
     return row
 
 
@@ -111,13 +109,10 @@ def _torch_row(params: Params, mesh: tuple[int, ...] | None) -> dict[str, Any]:
     with told("memory_plan"):
         row = _row(TORCH, "float32", fl.memory_plan(fl.adamw(1e-3), in_float32, mesh=mesh))
     more = 4 * len(params) - 8  # our one counter is int64
-    copies = 1 if mesh is None else prod(mesh)
-    for numbers, times in ((row, 1), (row.get("all_ranks", {}), copies)):
-        for key in ("state_bytes", "training_bytes"):
+    for numbers, copies in ((row, 1), (row.get("all_ranks", {}), prod(mesh or ()))):
+        for key in ("state_bytes", "training_bytes", "smallest_training_bytes"):
             if key in numbers:
-                numbers[key] += more * times
-    if "smallest_training_bytes" in row:
-        row["smallest_training_bytes"] += more
+                numbers[key] += more * copies
     row["bytes_per_parameter"] = row["training_bytes"] / row["parameters"] if row["parameters"] else 0.0
     return row
 
@@ -130,16 +125,10 @@ def _text(document: dict[str, Any], leaves: str | None) -> str:
     parts += document["notes"]
     if leaves is not None:
         return "\n".join([*parts, "", leaves])
-    head = (*HEAD, "smallest rank", "all ranks") if mesh else HEAD
-    lines = []
+    head, lines = (*HEAD, "smallest rank", "all ranks") if mesh else HEAD, []
     for row in document["rows"]:
-        keys = ("weight_bytes", "gradient_bytes", "state_bytes", "training_bytes")
-        cells = [
-            row["optimizer"],
-            row["format"],
-            *(size(row[key]) for key in keys),
-            f"{row['bytes_per_parameter']:.2f}",
-        ]
+        bytes_ = [size(row[f"{what}_bytes"]) for what in ("weight", "gradient", "state", "training")]
+        cells = [row["optimizer"], row["format"], *bytes_, f"{row['bytes_per_parameter']:.2f}"]
         if mesh:
             cells += [size(row["smallest_training_bytes"]), size(row["all_ranks"]["training_bytes"])]
         lines.append(cells)
