@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_lowbit.convert._flashoptim import master_codes
 from functional_lowbit.convert._kept import Kept, write
-from functional_lowbit.convert._masters import master_codes
 from functional_lowbit.convert._read import LARGEST_STEP, Read
 from functional_lowbit.convert._slots import Counter, Slot, filled, find_slots, listed
 

@@ -13,7 +13,7 @@ from helpers import clone, refuses, same
 from torch import Tensor
 
 import functional_lowbit as fl
-from functional_lowbit.convert._masters import master_of, split
+from functional_lowbit.convert._flashoptim import master_of, split
 
 FILE = torch.load(Path(__file__).parent / "flashoptim.pt", weights_only=True)
 FIELDS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "trace"}
