@@ -7,7 +7,7 @@ import functional_lowbit as fl
 from functional_lowbit import formats
 from functional_lowbit._core.version import __version__
 from functional_lowbit.cli._conversions import Converted, to_format, to_torch
-from functional_lowbit.cli._leaves import look
+from functional_lowbit.cli._inspect import damage, look_at
 from functional_lowbit.cli._output import Broken, Mistake, Result, at_least_0, at_least_1, counted, said, size
 from functional_lowbit.cli._progress import progress
 from functional_lowbit.cli._reformat import MIN_SIZE, Target
@@ -92,20 +92,11 @@ def _refuse_broken(args: argparse.Namespace, store: Store, found: list[Section])
     Raises:
         Broken: for what `inspect` calls broken.
     """
-    if not args.no_checksums:
-        with progress("compare checksums", store.size) as advance:
-            damaged = store.check(advance)
-        if damaged:
-            raise Broken(f"{damaged[0]}; see functional-lowbit inspect")
-    with progress("read leaves", sum(section.nbytes for section in found)) as advance:
-        for section in found:
-            for path, problem in section.problems:
-                raise Broken(f"{path!r}: {problem}; see functional-lowbit inspect")
-            for leaf in section.leaves:
-                problems = look(leaf).problems
-                if problems:
-                    raise Broken(f"{leaf.path!r}: {problems[0]}; see functional-lowbit inspect")
-                advance(leaf.nbytes, leaf.path)
+    for text in [] if args.no_checksums else damage(store):
+        raise Broken(f"{text}; see functional-lowbit inspect")
+    for section, rows in zip(found, look_at(found), strict=True):
+        for path, problem in [*section.problems, *((row.path, x) for row in rows for x in row.problems)]:
+            raise Broken(f"{path!r}: {problem}; see functional-lowbit inspect")
 
 
 def _library(args: argparse.Namespace, section: Section) -> str:

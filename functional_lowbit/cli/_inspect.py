@@ -9,7 +9,7 @@ from functional_lowbit.cli._leaves import Row, look
 from functional_lowbit.cli._output import Mistake, Result, counted, size
 from functional_lowbit.cli._progress import progress
 from functional_lowbit.cli._sections import Section, beside, sections
-from functional_lowbit.cli._stores import open_store
+from functional_lowbit.cli._stores import Store, open_store
 
 HELP = "look into an optimizer checkpoint, and find what is broken"
 EXAMPLES = """\
@@ -48,13 +48,8 @@ def run(args: argparse.Namespace) -> Result:
             f"{args.path!r} holds no optimizer state: neither an entry 'schema' (fl.state_dict), nor 'state' beside "
             "'param_groups' (torch.optim)"
         )
-    damaged: list[str] = []
-    if not args.no_checksums:
-        with progress("compare checksums", store.size) as advance:
-            damaged = store.check(advance)
-    total = sum(section.nbytes for section in found)
-    with progress("read leaves", total) as advance:
-        rows = [_look(section, advance) for section in found]
+    damaged = [] if args.no_checksums else damage(store)
+    rows = look_at(found)
     bad = len(damaged) + sum(len(s.problems) for s in found) + sum(bool(r.problems) for own in rows for r in own)
     document = {
         "command": "inspect",
@@ -70,11 +65,21 @@ def run(args: argparse.Namespace) -> Result:
     return Result(document, _text(document), int(bad > 0))
 
 
-def _look(section: Section, advance: Any) -> list[Row]:
-    rows = []
-    for leaf in section.leaves:
-        rows.append(look(leaf))
-        advance(leaf.nbytes, leaf.path)
+def damage(store: Store) -> list[str]:
+    """What differs from the checksums that a file keeps."""
+    with progress("compare checksums", store.size) as advance:
+        return store.check(advance)
+
+
+def look_at(found: list[Section]) -> list[list[Row]]:
+    """What there is to say of each leaf of some states; one leaf at a time is in memory."""
+    rows: list[list[Row]] = []
+    with progress("read leaves", sum(section.nbytes for section in found)) as advance:
+        for section in found:
+            rows.append([])
+            for leaf in section.leaves:
+                rows[-1].append(look(leaf))
+                advance(leaf.nbytes, leaf.path)
     return rows
 
 
