@@ -10,7 +10,7 @@ import functional_lowbit as fl
 from functional_lowbit._core.state.quantized import QuantizedTensor
 from functional_lowbit.checkpoint import _schema
 from functional_lowbit.cli._numbers import take
-from functional_lowbit.cli._output import Mistake, said, told
+from functional_lowbit.cli._output import Mistake, told
 from functional_lowbit.cli._recipes import in_format
 from functional_lowbit.cli._reformat import Made, Target, reformat, relative_error
 from functional_lowbit.cli._sections import OPTIMIZER, OURS, Section, names_of
@@ -89,10 +89,8 @@ def _params(saved: Any) -> dict[str, Tensor]:
 
 
 def _state(saved: Any, params: dict[str, Tensor], tx: fl.GradientTransformation) -> Any:
-    try:
+    with told(f"from_{fl.convert.library_of(saved)}"):
         return fl.convert.from_saved(saved, tx.init(params), params)
-    except (TypeError, ValueError) as error:
-        raise Mistake(said(error, str(error).partition(":")[0])) from error
 
 
 def to_torch(section: Section) -> Converted:

@@ -18,7 +18,6 @@ from functional_lowbit.cli._stores import open_store
 
 MODEL_KEYS = ("params", "model", "model_state_dict", "state_dict", "module")  # where checkpoints keep a model
 MOMENTS = ("mu", "nu", "trace")  # fields whose leaves have their parameter's shape
-SPEAKER = "plan"
 MOST = 1 << 60  # elements: torch counts the bytes in 63 bits
 
 Params = dict[str, Tensor]
