@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
-from functional_lowbit._core.contract.base import GradientTransformation, call_update
+from functional_lowbit._core.contract.base import GradientTransformation, Number, call_update
 from functional_lowbit._core.state.like_params import like_params
 from functional_lowbit._core.state.parts import Gated, Rest, init_with
 from functional_lowbit._optree import Tree
@@ -20,9 +20,9 @@ from functional_lowbit.sharding._collectives import sum_over_meshes
 class ApplyIfFiniteState(NamedTuple):
     """How often steps were left out; the same on every rank."""
 
-    notfinite_count: Tensor  # int64[]; non-finite gradients in a row
-    last_finite: Tensor  # bool[]; whether the last gradient was finite
-    total_notfinite: Tensor  # int64[]; non-finite gradients in all
+    notfinite_count: Number  # int64[]; non-finite gradients in a row
+    last_finite: Number  # bool[]; whether the last gradient was finite
+    total_notfinite: Number  # int64[]; non-finite gradients in all
     inner_state: Any
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from functional_lowbit._core.contract import refuse
-from functional_lowbit._core.contract.base import GradientTransformation, call_update
+from functional_lowbit._core.contract.base import GradientTransformation, Number, call_update
 from functional_lowbit._core.leafwise.scalars import at_least_float32
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.parts import Renewing, Rest, init_with
@@ -22,7 +22,7 @@ class InjectHyperparamsState(NamedTuple):
     """The numbers of the next step, and the state of the transformation that is made of them."""
 
     step: Tensor  # int64[]; updates made so far
-    hyperparams: dict[str, Any]  # float32[] by name; may be filled, or replaced by numbers
+    hyperparams: Number  # float32[] by name; may be filled, or replaced by numbers
     inner_state: Any
 
 

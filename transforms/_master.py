@@ -1,14 +1,14 @@
 """master_weights: train half-precision parameters as if they were float32, for 1 or 2 more bytes each."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
-from functional_lowbit._core.contract.base import GradientTransformation, call_update
+from functional_lowbit._core.contract.base import GradientTransformation, Role, call_update
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.like_params import as_sharded
 from functional_lowbit._core.state.parts import Rest, Widening, init_with
@@ -21,7 +21,8 @@ from functional_lowbit.sharding import ShardSpec, local_of, wrap
 class MasterWeightsState(NamedTuple):
     """What half-precision parameters lack of their float32 masters, and the state of the inner transformation."""
 
-    error: Tree  # int8 like params, or [*shape, 2]: master - param, see `formats._halves`; None for other dtypes
+    # int8 like params, or [*shape, 2]: master - param, see `formats._halves`; None for other dtypes
+    error: Annotated[Tree, Role("master")]
     inner_state: Any
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
-from functional_lowbit._core.contract.base import GradientTransformation, Moment, Signed, call_update
+from functional_lowbit._core.contract.base import Counter, GradientTransformation, Moment, Number, Signed, call_update
 from functional_lowbit._core.leafwise.update import Leafwise
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.parts import HostGated, Rest, init_with
@@ -23,8 +23,8 @@ EveryK: TypeAlias = int | Callable[[Tensor], int | Tensor]
 class MultiStepsState(NamedTuple):
     """Where in a cycle of mini-steps it is, and what they have accumulated."""
 
-    mini_step: Tensor  # int64[]; gradients accumulated since the last step, 0 to k - 1
-    gradient_step: Tensor  # int64[]; steps of the inner transformation made so far
+    mini_step: Number  # int64[]; gradients accumulated since the last step, 0 to k - 1
+    gradient_step: Counter  # int64[]; steps of the inner transformation made so far
     inner_opt_state: Any
     acc_grads: Signed  # float32, like params; mean or sum of the gradients since then. None if k is the number 1
     skip_state: Any = ()  # optax's; nothing is skipped here

@@ -2,13 +2,13 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
-from functional_lowbit._core.contract.base import GradientTransformation
+from functional_lowbit._core.contract.base import GradientTransformation, Role
 from functional_lowbit._core.contract.per_leaf import PerLeaf
 from functional_lowbit._core.state.parts import Composite, Rest, init_with
 from functional_lowbit._optree import Tree
@@ -23,7 +23,7 @@ Labels: TypeAlias = Tree | Callable[[Tree], Tree] | Callable[[str, Tensor], Hash
 class PartitionState(NamedTuple):
     """The state of a partition."""
 
-    inner_states: Any  # label -> MaskedState, in the order of the transformations
+    inner_states: Annotated[Any, Role("states")]  # label -> MaskedState, in the order of the transformations
 
 
 class Partition(Composite):

@@ -1,7 +1,6 @@
 """How one leaf of a state is read from what was saved of it: in which parts, and what is made of them."""
 
 from collections.abc import Callable, Mapping
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from functional_lowbit import formats
+from functional_lowbit._core.state.named import Named
 from functional_lowbit._core.state.quantized import Layout, QuantizedTensor, encode, zeros
 from functional_lowbit._core.state.resting import is_pinned
 from functional_lowbit.checkpoint import _schema
@@ -28,25 +28,31 @@ class Reading(NamedTuple):
     pinned: bool = False  # whether the leaf lies in pinned memory
 
 
-def reading(speaker: str, path: str, own: Any, saved: Mapping[str, Any], convert: bool) -> Reading:
+def reading(speaker: str, named: Named, own: Any, saved: Mapping[str, Any], convert: bool) -> Reading:
     """How `own` is read from a leaf that the schema describes as `saved`.
 
     Raises:
-        ValueError: for a leaf of another kind, shape or sign; without `convert`, of another format or block size.
+        ValueError: for a leaf of another kind, field, shape or sign; without `convert`, of another format or block
+            size.
     """
-    found = _reading(speaker, path, own, saved, convert)
+    found = _reading(speaker, named, own, saved, convert)
     part = own.codes if isinstance(own, QuantizedTensor) else own
     if not isinstance(part, Tensor):
         return found
     return found._replace(device=local_of(part).device, pinned=is_pinned(part))
 
 
-def _reading(speaker: str, path: str, own: Any, saved: Mapping[str, Any], convert: bool) -> Reading:
+def _reading(speaker: str, named: Named, own: Any, saved: Mapping[str, Any], convert: bool) -> Reading:
+    path = named.path
+
     def refuse(what: str, was: Any, has: Any, way_out: str = "") -> ValueError:
         text = f"{speaker}: leaf {path!r} was saved with {what} {was!r}, but the state has {has!r}"
         return ValueError(f"{text}; {way_out}" if way_out else text)
 
-    mine = _schema.describe(path, own)
+    mine = _schema.describe(named, own)
+    for what in ("field", "param"):
+        if what in mine and saved.get(what, mine[what]) != mine[what]:
+            raise refuse(what, saved[what], mine[what])
     kinds = {saved["kind"], mine["kind"]}
     if not kinds <= {"tensor", "quantized"}:
         if len(kinds) > 1:
@@ -75,12 +81,7 @@ def _reading(speaker: str, path: str, own: Any, saved: Mapping[str, Any], conver
         if saved["stored"] == "values":
             return _from_values(own.layout, _schema.VALUES)
         alike = saved["format"] == mine["format"] and saved["block_size"] == mine["block_size"]
-        if saved["stored"] == _schema.OLD_CODES:
-            # Version 1 kept the codes of cut leaves too; they fit on the mesh that they were cut by.
-            as_it_is = len(own.shape) < 3 or not own.format.scaled
-        else:
-            as_it_is = not own.layout.cut
-        if alike and as_it_is:
+        if alike and not own.layout.cut:
             return _as_it_is(own)
         return _from_codes(own, saved_layout(speaker, path, own.layout.spec, saved, own.layout.format))
     if saved["stored"] == "values":
@@ -111,14 +112,9 @@ def _from_codes(own: Any, layout: Layout) -> Reading:
 
     def build(parts: Mapping[str, Any]) -> Any:
         local = local_of(QuantizedTensor(parts[".codes"], parts.get(".scales"), layout).dequantize())
-        if spec is None:
-            local = local.reshape(own.shape)
-        else:
-            assert layout.spec is not None
-            if layout.spec.placements != spec.placements:  # it was read whole
-                places = zip(spec.local_offset(), spec.local_shape(), strict=True)
-                local = local.reshape(spec.shape)[tuple(slice(first, first + n) for first, n in places)]
-            local = local.reshape(spec.local_shape())
+        if spec is not None and layout.spec is not None and layout.spec.placements != spec.placements:  # read whole
+            places = zip(spec.local_offset(), spec.local_shape(), strict=True)
+            local = local[tuple(slice(first, first + n) for first, n in places)]
         local = local.contiguous()
         return write_again(local, own.layout) if isinstance(own, QuantizedTensor) else wrap(local, spec)
 
@@ -136,14 +132,8 @@ def saved_layout(
         format = formats.get(name)
     else:
         raise ValueError(f"{speaker}: leaf {path!r} was saved with the format {name!r}, which formats.names() lacks")
-    shape = tuple(saved["shape"])
-    if saved["stored"] == _schema.OLD_CODES and format.scaled and len(shape) > 2:
-        shape = (shape[0], prod(shape[1:]))  # version 1 took all dimensions but the first as one
-    by_rows = spec is None or all(spec.placements[i].dim == 0 for i in spec.sharded_mesh_dims)
-    if spec is not None and shape != spec.shape:
-        spec = spec.like(shape)
-    layout = Layout(format, saved["signed"], shape, saved["block_size"], spec)
-    if spec is None or (not layout.cut and (by_rows or shape == tuple(saved["shape"]))):
+    layout = Layout(format, saved["signed"], tuple(saved["shape"]), saved["block_size"], spec)
+    if spec is None or not layout.cut:
         return layout
     return layout._replace(spec=ShardSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, spec.shape, spec.stride))
 

@@ -1,6 +1,6 @@
 """state_dict and load_state_dict: a state as flat names to tensors, and back."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import interrupted
-from functional_lowbit._core.state.quantized import QuantizedTensor
+from functional_lowbit._core.state.named import Named, map_named, named_leaves
 from functional_lowbit._core.state.resting import is_pinned, pinned
 from functional_lowbit._refused import speaking
 from functional_lowbit.checkpoint import _schema
@@ -28,8 +28,8 @@ def state_dict(state: Any) -> dict[str, Any]:
 
     Returns:
         Path to tensor or DTensor, for instance `0.mu.layers.0.weight.codes` and `….scales` (or `….values`), `0.step`;
-        and under "schema" a JSON string with the library's version and the kind, dtypes, shape, format and block size
-        of every leaf.
+        and under "schema" a JSON string with the library's version and, of every leaf, kind, dtypes, shape, format,
+        block size, the field of a state class that it is of, its parameter and its sign.
 
     Raises:
         TypeError: for a leaf that is neither a tensor nor a bool, a number or a string.
@@ -44,17 +44,22 @@ def state_dict(state: Any) -> dict[str, Any]:
     """
     with speaking("state_dict"):
         interrupted.refuse(state)
+    return flat(named_leaves(state))
+
+
+def flat(leaves: Iterable[tuple[Named, Any]]) -> dict[str, Any]:
+    """The entries of some leaves, and their schema."""
     saved: dict[str, Any] = {}
-    leaves: dict[str, Any] = {}
-    for path, leaf in _named_leaves(state, ""):
-        described = _schema.describe(path, leaf)
-        for ending in described["parts"]:
+    described: dict[str, Any] = {}
+    for named, leaf in leaves:
+        path, own = named.path, _schema.describe(named, leaf)
+        for ending in own["parts"]:
             name = path + ending
-            if name in saved or name == _schema.SCHEMA or path in leaves:
+            if name in saved or name == _schema.SCHEMA or path in described:
                 raise ValueError(f"state_dict: two leaves have the path {name!r}; rename one")
             saved[name] = _part(leaf, ending)
-        leaves[path] = described
-    saved[_schema.SCHEMA] = _schema.write(leaves)
+        described[path] = own
+    saved[_schema.SCHEMA] = _schema.write(described)
     return saved
 
 
@@ -123,11 +128,12 @@ def plan(
     Raises:
         ValueError: for what does not fit.
     """
-    wanted: dict[str, Any] = {}
-    for path, leaf in _named_leaves(state, ""):
+    wanted: dict[str, tuple[Named, Any]] = {}
+    for named, leaf in named_leaves(state):
+        path = named.path
         if path in wanted:
             raise ValueError(f"{speaker}: two leaves of the state have the path {path!r}; rename one")
-        wanted[path] = leaf
+        wanted[path] = named, leaf
         if path not in leaves:
             raise ValueError(f"{speaker}: saved has no leaf {path!r}, which the state has")
     listed = {_schema.SCHEMA}
@@ -138,7 +144,7 @@ def plan(
     for name in entries:
         if name not in listed:
             raise ValueError(f"{speaker}: saved has an entry {name!r}, which its schema does not list")
-    readings = {path: reading(speaker, path, leaf, leaves[path], convert) for path, leaf in wanted.items()}
+    readings = {path: reading(speaker, *own, leaves[path], convert) for path, own in wanted.items()}
     for path, one in readings.items():
         for ending, like in one.likes.items():
             name = path + ending
@@ -157,7 +163,7 @@ def build(state: Any, readings: Mapping[str, Reading], take: Callable[[str, Any,
     for path, one in readings.items():
         if one.pinned:  # else a state that is offloaded would be copied more slowly from here on
             new[path] = _optree.map_leaves(lambda x: x if is_pinned(x) else pinned(x), new[path])
-    return _replace(state, "", new)
+    return map_named(lambda named, _: new[named.path], state)
 
 
 def _check(speaker: str, name: str, own: Entry, saved: Entry) -> None:
@@ -199,21 +205,3 @@ def _part(leaf: Any, ending: str) -> Any:
     if ending == _schema.VALUES:
         return numbers(leaf)
     return getattr(leaf, ending[1:]) if ending else _schema.plain(leaf)
-
-
-def _named_leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """(path, leaf) pairs; a `QuantizedTensor` is one leaf."""
-    level = None if isinstance(node, QuantizedTensor) else _optree.children(node)
-    if level is None:
-        yield path, node
-        return
-    for kid, name in zip(level[0], level[1], strict=True):
-        yield from _named_leaves(kid, f"{path}.{name}" if path else name)
-
-
-def _replace(node: Any, path: str, new: Mapping[str, Any]) -> Any:
-    level = None if isinstance(node, QuantizedTensor) else _optree.children(node)
-    if level is None:
-        return new[path]
-    kids, names, rebuild = level
-    return rebuild([_replace(k, f"{path}.{n}" if path else n, new) for k, n in zip(kids, names, strict=True)])

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import lru_cache
-from math import isfinite, prod
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -92,8 +92,6 @@ def _quantized(leaf: Leaf, described: Mapping[str, Any], parts: Mapping[str, Any
             return _row(leaf, None, problems)
         numbers = count(pieces(local_of(parts[_schema.VALUES])))
         return _row(leaf, numbers, judge(numbers, not signed))
-    if described["stored"] == _schema.OLD_CODES and format.scaled and len(shape) > 2:
-        shape = (shape[0], prod(shape[1:]))  # version 1 took all dimensions but the first as one
     layout = Layout(format, signed, shape, described["block_size"], None)
     empty = zeros(layout, META)
     likes = {".codes": empty.codes} if empty.scales is None else {".codes": empty.codes, ".scales": empty.scales}

@@ -5,82 +5,84 @@ checked by `fl.load_state_dict`. The schema, a string there, is a tensor of byte
 `flatten_optimizer_state_dict` refuses strings in the state, and repeats those of a param group for every parameter.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from functional_lowbit import _optree
+from functional_lowbit._core.contract import interrupted
+from functional_lowbit._core.state.named import Named, map_named
 from functional_lowbit._core.state.quantized import QuantizedTensor
-from functional_lowbit.checkpoint._state_dict import load_state_dict, state_dict
+from functional_lowbit.checkpoint import _schema
+from functional_lowbit.checkpoint._schema import SCHEMA
+from functional_lowbit.checkpoint._state_dict import flat, load_state_dict
 from functional_lowbit.sharding import local_of
-from functional_lowbit.transforms._inject import InjectHyperparamsState
-from functional_lowbit.transforms._partition import PartitionState
-
-SCHEMA = "schema"  # as in fl.state_dict
-# Fields that hold a dict by other names than the parameters'.
-OWN_NAMES: dict[type, str] = {PartitionState: "inner_states", InjectHyperparamsState: "hyperparams"}
 
 
-def map_leaves(visit: Callable[[str | None, str, Any], Any], state: Any, names: Collection[str]) -> Any:
-    """A state with `visit(parameter, name, leaf)` in place of each leaf; a `QuantizedTensor` is one leaf.
+class Entries(NamedTuple):
+    """A state, sorted by parameters."""
 
-    A dict with exactly the parameters' names has a part for each parameter, and does not appear in the leaf's name:
-    `0.mu`. What is in no such dict belongs to all: the parameter is None. Labels of a `partition`, names of a
-    `named_chain` and injected hyperparameters may be called as the parameters are, and are none.
-    """
-    wanted = set(names)
-
-    def walk(node: Any, path: str, owner: str | None, has_own_names: bool = False) -> Any:
-        level = None if isinstance(node, QuantizedTensor) else _optree.children(node)
-        if level is None:
-            return visit(owner, path or "state", node)
-        kids, kid_names, rebuild = level
-        has_own_names = has_own_names or _is_named_chain(node)
-        if owner is None and isinstance(node, dict) and wanted and set(node) == wanted and not has_own_names:
-            return rebuild([walk(kid, path, name) for kid, name in zip(kids, kid_names, strict=True)])
-        inside = [f"{path}.{name}" if path else name for name in kid_names]
-        named = OWN_NAMES.get(type(node))
-        return rebuild(
-            [walk(kid, at, owner, name == named) for kid, name, at in zip(kids, kid_names, inside, strict=True)]
-        )
-
-    return walk(state, "", None)
+    leaves: dict[str, dict[str, Any]]  # parameter to leaves by entry, `0.mu`; what all share stands with each
+    shared: list[str]  # entries of what all share
+    named: dict[str, Named]  # what each entry is; its path is that in the state of one parameter
 
 
-def _is_named_chain(node: Any) -> bool:
-    """Its state holds states; a user's own OrderedDict of something for each parameter holds leaves."""
-    return isinstance(node, OrderedDict) and any(isinstance(kid, (tuple, dict)) for kid in node.values())
+def entries_of(state: Any, params: Collection[str]) -> Entries:
+    """Whose each leaf of a state is, and under which name."""
+    own: dict[str, dict[str, Any]] = {name: {} for name in params}
+    shared: dict[str, Any] = {}
+    found: dict[str, Named] = {}
+
+    def note(named: Named, leaf: Any) -> Any:
+        entry = _entry(named)
+        (shared if named.owner is None else own[named.owner])[entry] = leaf
+        is_owned = named.owner is not None and named.param == named.owner
+        found[entry] = named._replace(path=entry, param="" if is_owned else named.param)
+        return leaf
+
+    map_named(note, state, params)
+    return Entries({name: {**leaves, **shared} for name, leaves in own.items()}, list(shared), found)
 
 
-def live(leaves: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def map_entries(visit: Callable[[str | None, str, Any], Any], state: Any, params: Collection[str]) -> Any:
+    """A state with `visit(parameter, entry, leaf)` in place of each leaf; the parameter is None for what all share."""
+    return map_named(lambda named, leaf: visit(named.owner, _entry(named), leaf), state, params)
+
+
+def _entry(named: Named) -> str:
+    return named.entry or "state"  # a state that is the tree itself
+
+
+def live(leaves: Mapping[str, Any], named: Mapping[str, Named], device: torch.device) -> dict[str, Any]:
     """What rests in `optimizer.state[p]`: as `save`, but nothing is computed.
 
     A leaf that is saved as numbers instead of its codes stands there itself, a `QuantizedTensor`.
     """
     own = {id(x) for leaf in leaves.values() for x in _optree.leaves(leaf)}
-    entries = save(leaves, device)
+    entries = save(leaves, named, device)
     for key, value in entries.items():
         if key != SCHEMA and isinstance(value, Tensor) and id(value) not in own:
             entries[key] = leaves[max((n for n in leaves if key == n or key.startswith(f"{n}.")), key=len)]
     return entries
 
 
-def save(leaves: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def save(leaves: Mapping[str, Any], named: Mapping[str, Named], device: torch.device) -> dict[str, Any]:
     """The entries of one parameter as they are saved: tensors, DTensors and numbers.
 
     Args:
-        leaves: Leaf by name.
+        leaves: Leaf by entry.
+        named: What each is.
         device: Of the parameter. `set_optimizer_state_dict` wants one device for all that has a dimension.
     """
-    entries = state_dict(leaves)
-    text = entries.pop(SCHEMA).encode()
+    interrupted.refuse("state_dict", leaves)
+    entries = flat((named[entry], leaf) for entry, leaf in sorted(leaves.items()))
+    text = entries.pop(SCHEMA)
     device = next(
         (x.device for x in entries.values() if isinstance(x, Tensor) and x.ndim), device
     )  # it may be offloaded
-    return {**entries, SCHEMA: torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)}
+    return {**entries, SCHEMA: _schema.as_bytes(text, device)}
 
 
 def load(speaker: str, leaves: Mapping[str, Any], entries: Any, convert: bool) -> dict[str, Any]:
@@ -101,11 +103,11 @@ def load(speaker: str, leaves: Mapping[str, Any], entries: Any, convert: bool) -
             "library's must be converted, by fl.convert"
         )
     raw = entries[SCHEMA]
-    if not isinstance(raw, Tensor) or raw.dtype != torch.uint8 or raw.ndim != 1:
+    text = _schema.of_bytes(raw)
+    if text is None:
         got = f"{raw.dtype} of shape {tuple(raw.shape)}" if isinstance(raw, Tensor) else type(raw).__name__
         raise ValueError(f"{speaker} has an entry {SCHEMA!r} that must be uint8 of one dimension, got {got}")
     try:
-        text = bytes(local_of(raw).tolist()).decode(errors="replace")
         return load_state_dict(leaves, {**entries, SCHEMA: text}, convert=convert)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{speaker}: {str(error).removeprefix('load_state_dict: ')}") from error

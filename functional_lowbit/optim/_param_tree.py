@@ -48,25 +48,15 @@ class ParamTree:
         """Take a state, and find out which leaf belongs to which parameter."""
         self.state = state
         self.tensors = _optree.leaves(state)
-        self.leaves, self.shared = self._sorted(state)
-        self.live = {name: _entries.live(leaves, self.params[name].device) for name, leaves in self.leaves.items()}
-
-    def _sorted(self, state: Any) -> tuple[dict[str, dict[str, Any]], list[str]]:
-        """Parameter to leaves by name, what belongs to all parameters with each; and the names of the latter."""
-        own: dict[str, dict[str, Any]] = {name: {} for name in self.params}
-        shared: dict[str, Any] = {}
-
-        def note(owner: str | None, name: str, leaf: Any) -> Any:
-            (shared if owner is None else own[owner])[name] = leaf
-            return leaf
-
-        _entries.map_leaves(note, state, self.params)
-        return {name: {**leaves, **shared} for name, leaves in own.items()}, list(shared)
+        self.leaves, self.shared, self.named = _entries.entries_of(state, self.params)
+        self.live = {
+            name: _entries.live(leaves, self.named, self.params[name].device) for name, leaves in self.leaves.items()
+        }
 
     def saved(self, state: Any) -> dict[Tensor, dict[str, Any]]:
         """What is saved of each parameter if this is the tree's state."""
-        leaves = self.leaves if state is self.state else self._sorted(state)[0]
-        return {p: _entries.save(leaves[name], p.device) for name, p in self.params.items()}
+        own = _entries.entries_of(state, self.params)
+        return {p: _entries.save(own.leaves[name], own.named, p.device) for name, p in self.params.items()}
 
     def read_numbers(self, where: str, groups: Sequence[Mapping[str, Any]]) -> None:
         """Go on with the transformation that the group's numbers make. Nothing is compiled for it.
@@ -177,7 +167,7 @@ class ParamTree:
             leaves = new.get(first if owner is None else owner)
             return leaf if leaves is None else _entries.write_(leaf, leaves[name])
 
-        state = _entries.map_leaves(write, self.state, self.params)
+        state = _entries.map_entries(write, self.state, self.params)
         interrupted.forget(state)  # what was not written is of parameters that no step touches
         self.link(state)
 

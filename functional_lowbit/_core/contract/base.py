@@ -68,6 +68,28 @@ class Statistic(NamedTuple):
         return tuple(range(n)) if over is None else tuple(sorted({d % n for d in over if -n <= d < n}))
 
 
+class Role(NamedTuple):
+    """Marks a state field that is neither a moment nor a statistic: what a checkpoint says of its leaves.
+
+    Args:
+        name: "counter" (how many updates were made, one number for all parameters), "number" (others of that kind),
+            "master" (like params: what they lack of their masters), "record" (like params: what was measured of them),
+            "states" (a dict of states by names of their own, which may be those of parameters).
+        by_name: Whether the field is a dict, by names of its own, of what `name` says.
+    """
+
+    name: str
+    by_name: bool = False
+
+
+Counter: TypeAlias = Annotated[Tensor, Role("counter")]
+"""int64[]; how many updates were made. A field `step` is one without this, since `leafwise` counts there."""
+
+
+Number: TypeAlias = Annotated[Any, Role("number")]
+"""A number for all parameters, or a dict of them."""
+
+
 class GradientTransformation(NamedTuple):
     """A pair of pure functions that together make an optimizer, or a part of one.
 
@@ -137,6 +159,16 @@ def statistics_of(state_class: type) -> dict[str, Statistic]:
         statistic = _marked(hint, Statistic)
         if statistic is not None:
             found[name] = statistic
+    return found
+
+
+def roles_of(state_class: type) -> dict[str, Role]:
+    """Fields of a state class that are declared with a `Role`, and `step`, in order."""
+    found: dict[str, Role] = {}
+    for name, hint in _hints(state_class).items():
+        role = _marked(hint, Role) or (Role("counter") if name == "step" else None)
+        if role is not None:
+            found[name] = role
     return found
 
 

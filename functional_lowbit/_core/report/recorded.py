@@ -1,10 +1,11 @@
 """What `record_quantization_error` has recorded: its state, and the report that is read from it."""
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from functional_lowbit import _optree
+from functional_lowbit._core.contract.base import Number, Role
 from functional_lowbit._core.report.error_table import ErrorReport, ErrorRow
 from functional_lowbit._core.report.errors import UPDATE, by_path, moment_trees
 from functional_lowbit._core.state.quantized import QuantizedTensor
@@ -13,6 +14,10 @@ from functional_lowbit._refused import WrongValue, speaking
 
 Numbers = tuple[float, float, float]
 """The error of the last look, the mean and the largest."""
+
+
+Errors: TypeAlias = Annotated[dict[str, Tree], Role("record", by_name=True)]
+"""A number for each leaf, by the moment's name or "update"."""
 
 
 class QuantizationErrorState(NamedTuple):
@@ -24,11 +29,11 @@ class QuantizationErrorState(NamedTuple):
     PER_LEAF = ("looks", "last", "mean", "largest")
 
     step: Tensor  # int64[]; updates made so far
-    last_step: Tensor  # int64[]; the step of the last look, counted from 1; 0 before the first
-    looks: Tree  # int64[], like params; looks at each leaf
-    last: dict[str, Tree]  # float32[], like params; at the last look
-    mean: dict[str, Tree]  # float32[], like params; over all looks
-    largest: dict[str, Tree]  # float32[], like params; over all looks
+    last_step: Number  # int64[]; the step of the last look, counted from 1; 0 before the first
+    looks: Annotated[Tree, Role("record")]  # int64[], like params; looks at each leaf
+    last: Errors  # float32[], like params; at the last look
+    mean: Errors  # float32[], like params; over all looks
+    largest: Errors  # float32[], like params; over all looks
     inner_state: Any
 
 
