@@ -30,12 +30,12 @@ MISMATCHES = {
         "saved has no entry 'schema'; it must come from functional_lowbit.state_dict",
     ),
     "schema of another type": (
-        lambda s: {**s, "schema": {"version": 2}},
+        lambda s: {**s, "schema": {"version": 3}},
         "the entry 'schema' must be a string, got dict",
     ),
     "no JSON": (
         lambda s: {**s, "schema": s["schema"][:30]},
-        "the entry 'schema' is no JSON: Expecting value: line 1 column 31 (char 30); the file is damaged",
+        "the entry 'schema' is no JSON: Expecting ':' delimiter: line 1 column 31 (char 30); the file is damaged",
     ),
     "no version": (
         lambda s: {**s, "schema": "[]"},
@@ -44,7 +44,7 @@ MISMATCHES = {
     "a newer version": (
         lambda s: _document(s, version=9, library="3.1.0"),
         f"the schema has version 9, written by functional_lowbit 3.1.0; functional_lowbit {fl.__version__} reads "
-        "versions 1 to 2; use the newer library",
+        "version 3; use the newer library",
     ),
     "no leaves": (
         lambda s: _document(s, leaves=3),

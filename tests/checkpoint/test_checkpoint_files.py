@@ -240,9 +240,9 @@ def test_files_that_checkpoint_save_did_not_write(tmp_path: Path) -> None:
         ({"more": torch.ones(3)}, "saved has an entry 'more', which its schema does not list"),
         ({"schema": "{"}, "the entry 'schema' is no JSON: Expecting property name enclosed in double quotes: line 1 "
          "column 2 (char 1); the file is damaged"),
-        ({"schema": json.dumps({"version": 3, "library": "4.0.0"})},
-         f"the schema has version 3, written by functional_lowbit 4.0.0; functional_lowbit {fl.__version__} reads "
-         "versions 1 to 2; use the newer library"),
+        ({"schema": json.dumps({"version": 4, "library": "4.0.0"})},
+         f"the schema has version 4, written by functional_lowbit 4.0.0; functional_lowbit {fl.__version__} reads "
+         "version 3; use the newer library"),
     ):  # fmt: skip
         _stock(folder / message[:20], {**saved, **changes})
         refuses(ValueError, f"checkpoint.load: {message}", lambda m=message: fl.checkpoint.load(folder / m[:20], fresh))

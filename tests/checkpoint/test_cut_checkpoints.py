@@ -4,7 +4,6 @@ Their blocks belong to one mesh. On the same mesh a run goes on bit for bit; on 
 that mesh's blocks, which is one rounding more, and no other difference.
 """
 
-import json
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -206,33 +205,3 @@ def test_without_ranks(alone: Callable[..., Any], saved: Callable[..., Any], bef
 def test_torch_alone_loads_them_on_another_mesh(world: World, saved: Callable[..., Any], mesh: tuple[int, ...]) -> None:
     for result in world.run(other_mesh, saved(4)[0], mesh, "torch"):
         written_once_more(result)
-
-
-def version_1() -> Any:
-    """Then the codes of each shard were saved; they still fit on the mesh that they were made on."""
-    state = {format: one["state"] for format, one in advance(start(0, ()), range(1), ()).items()}
-    fresh = {format: one["state"] for format, one in start(1, ()).items()}
-    leaves = json.loads(fl.state_dict(state)["schema"])["leaves"]
-    saved: dict[str, Any] = {}
-    for format, one in state.items():
-        saved[f"{format}.0.step"] = one[0].step
-        for field, name in product(("mu", "nu"), SHAPES):
-            leaf = getattr(one[0], field)[name]
-            path = f"{format}.0.{field}.{name}"
-            saved |= {path + ".codes": leaf.codes, path + ".scales": leaf.scales}
-    for leaf in leaves.values():
-        parts = leaf.pop("parts")
-        leaf.pop("stored")
-        if leaf["kind"] == "tensor":
-            leaf["dtype"] = parts[""]
-    saved["schema"] = json.dumps({"version": 1, "leaves": leaves})
-    loaded = fl.load_state_dict(fresh, saved)
-    return codes({name: {"state": x} for name, x in state.items()}), codes(
-        {name: {"state": x} for name, x in loaded.items()}
-    )
-
-
-@pytest.mark.parametrize("world", [2, 3], indirect=True, ids="W={}".format)
-def test_version_1_on_its_own_mesh(world: World) -> None:
-    for was, loaded in world.run(version_1):
-        assert loaded == was

@@ -93,7 +93,7 @@ CHANGES = {
         },
     ),
     "a version that is a bool": (
-        lambda saved: saved.update(schema=saved["schema"].replace('"version": 2', '"version": true')),
+        lambda saved: saved.update(schema=saved["schema"].replace('"version": 3', '"version": true')),
         {"schema": ["the schema must have a version, got True; the file is damaged"]},
     ),
     "no numbers": (

@@ -1,6 +1,5 @@
-"""fl.convert and files of this library: names, counters, blocks, versions, and what is damaged."""
+"""fl.convert and files of this library: names, counters, blocks, and what is damaged."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -116,26 +115,6 @@ def test_one_block_out_of_several():
     coarse = fl.convert.from_saved(fl.state_dict(fine), fl.adam8bit(1e-3, block_size=4096).init(params))
     assert coarse[0].mu["w"].layout.local_grid().n_blocks == 1
     assert torch.equal(coarse[0].mu["w"].dequantize()[2048:], w[2048:])  # the largest of the block
-
-
-def test_version_1():
-    """It cut leaves of three dimensions into other blocks."""
-    tx, params = fl.adam8bit(1e-3), {"w": torch.zeros(3, 10, 200)}
-    flat = {"w": torch.zeros(3, 2000)}
-    numbers = torch.linspace(-1, 1, 6000).view(3, 2000)
-    entries = {"step": 1, "exp_avg": numbers, "exp_avg_sq": numbers.square()}
-    as_rows = {"state": {0: entries}, "param_groups": [{"params": [0]}]}
-    saved = fl.state_dict(fl.convert.from_torch(as_rows, tx.init(flat)))
-    document = json.loads(saved["schema"])
-    document["version"] = 1
-    document["leaves"] = {
-        path: {**leaf, "shape": [3, 10, 200]} if leaf["kind"] == "quantized" else {**leaf, "dtype": leaf["parts"][""]}
-        for path, leaf in document["leaves"].items()
-    }
-    saved["schema"] = json.dumps(document)
-    state = fl.convert.from_saved(saved, fl.adam(1e-3).init(params))
-    loaded = fl.load_state_dict(fl.adam(1e-3).init(params), saved, convert=True)
-    assert same(state, loaded)
 
 
 def _damaged(path: str, value: Any) -> Callable[[], Any]:
