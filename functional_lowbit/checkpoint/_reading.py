@@ -138,6 +138,22 @@ def saved_layout(
     return layout._replace(spec=ShardSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, spec.shape, spec.stride))
 
 
+def expected(speaker: str, path: str, saved: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name of the dtype, and whole shape, of each tensor of a leaf that was saved, by the ending of its name."""
+    if saved["kind"] != "quantized" or saved["stored"] == "values":
+        return {ending: (dtype, tuple(saved["shape"])) for ending, dtype in saved["parts"].items()}
+    like = zeros(saved_layout(speaker, path, None, saved, None), META)
+    parts = {".codes": like.codes, ".scales": like.scales}
+    return {ending: (_schema.name_of(x.dtype), tuple(x.shape)) for ending, x in parts.items() if x is not None}
+
+
+def joined(speaker: str, path: str, saved: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
+    """The leaf that was saved, of plain tensors that are as expected: a `QuantizedTensor`, or float32 of a cut one."""
+    if ".codes" not in parts:
+        return next(iter(parts.values()))
+    return QuantizedTensor(parts[".codes"], parts.get(".scales"), saved_layout(speaker, path, None, saved, None))
+
+
 def numbers(leaf: QuantizedTensor) -> Tensor:
     """What a leaf stands for, contiguous: `dequantize` may return a view that leaves out padding."""
     return wrap(local_of(leaf.dequantize()).contiguous(), leaf.layout.spec)

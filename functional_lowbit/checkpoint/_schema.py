@@ -28,7 +28,7 @@ def describe(named: Named, leaf: Any) -> dict[str, Any]:
     if isinstance(leaf, QuantizedTensor):
         return {**_role(named), **_quantized(leaf)}
     if isinstance(leaf, Tensor):
-        kind = {"kind": "tensor", "shape": list(leaf.shape), "stored": "values", "parts": {"": _name(leaf.dtype)}}
+        kind = {"kind": "tensor", "shape": list(leaf.shape), "stored": "values", "parts": {"": name_of(leaf.dtype)}}
         return {**_role(named), **kind}
     kind = type(plain(leaf)).__name__
     if kind in NUMBERS:
@@ -46,7 +46,7 @@ def _role(named: Named) -> dict[str, Any]:
 
 def _quantized(leaf: QuantizedTensor) -> dict[str, Any]:
     layout = leaf.layout
-    parts = {".codes": _name(layout.format.codec(layout.signed).dtype)}
+    parts = {".codes": name_of(layout.format.codec(layout.signed).dtype)}
     if layout.format.scaled:
         parts[".scales"] = "float32"
     return {
@@ -215,5 +215,6 @@ TENSOR_KEYS = ("kind", "shape", "stored", "parts")
 NUMBER_KEYS = ("kind", "parts")
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
+    """A dtype as the schema names it: `float32`."""
     return str(dtype).removeprefix("torch.")

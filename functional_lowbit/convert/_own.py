@@ -6,18 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit._core.state.quantized import QuantizedTensor, zeros
+from functional_lowbit._core.state.quantized import QuantizedTensor
 from functional_lowbit.checkpoint import _schema
-from functional_lowbit.checkpoint._reading import saved_layout
+from functional_lowbit.checkpoint._reading import expected, joined
 from functional_lowbit.convert._kept import Codes, Kept
 from functional_lowbit.convert._read import Read, read_step
 from functional_lowbit.convert._saved import Saved, SavedParam, read_saved
-from functional_lowbit.convert._slots import COUNTERS
 from functional_lowbit.formats._format import unpack
-from functional_lowbit.sharding import ShardSpec, local_of
+from functional_lowbit.sharding import ShardSpec
 
 ENTRIES = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer"}  # as torch calls them
-HYPERS = "hyperparams"  # the field of inject_hyperparams, whose numbers may be called as moments are
 
 
 def is_own(saved: Any) -> bool:
@@ -46,91 +44,54 @@ def saved_of_own(speaker: str, saved: Any) -> Saved:
         ValueError: for a state whose schema is damaged, and for one parameter with two leaves of one field.
     """
     if is_own_state(saved):
-        return _of_state(speaker, saved)
+        owners, _ = _owners(speaker, saved, _schema.read(speaker, saved[_schema.SCHEMA]), "")
+        return Saved([SavedParam(name, i, 0, found) for i, (name, found) in enumerate(owners.items())], [{}])
     read = read_saved(speaker, saved)
-    params = []
-    for p in read.params:
-        raw = p.entries.get(_schema.SCHEMA)
-        if not isinstance(raw, Tensor):
-            params.append(p._replace(entries={}))
-            continue
-        if raw.dtype != torch.uint8 or raw.ndim != 1:
-            raise ValueError(
-                f"{speaker}: {_schema.SCHEMA!r} of {p.words} must be bytes, got {raw.dtype} {tuple(raw.shape)}; the "
-                "file is damaged"
-            )
-        text = bytes(local_of(raw).tolist()).decode(errors="replace")
-        params.append(p._replace(entries=_of_param(speaker, p, _schema.read(speaker, text))))
-    return read._replace(params=params)
+    return read._replace(params=[p._replace(entries=_of_param(speaker, p)) for p in read.params])
 
 
-def _of_param(speaker: str, p: SavedParam, leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """`0.mu`: the last part of the path is the field. The counter beside a moment is the parameter's."""
-    found: dict[str, Any] = {}
-    counters: dict[str, Any] = {}
-    for path, described in leaves.items():
-        node, _, field = path.rpartition(".")
-        if field in COUNTERS:
-            counters[path] = _leaf(speaker, p.entries, path, described)
-        elif field in ENTRIES and node.rpartition(".")[-1] != HYPERS:
-            _put(speaker, found, p.words, field, _leaf(speaker, p.entries, path, described))
-            found.setdefault("step", f"{node}.step" if node else "step")
-    beside = counters.get(found.get("step", ""))
-    step = next(iter(counters.values()), None) if beside is None else beside
-    return found if step is None and "step" not in found else {**found, "step": step}
-
-
-def _of_state(speaker: str, saved: Mapping[str, Any]) -> Saved:
-    """`0.mu.layers.0.weight`: a known field ends the state's part of the path."""
-    leaves = _schema.read(speaker, saved[_schema.SCHEMA])
-    owners: dict[str, dict[str, Any]] = {}
-    counters: dict[str, Any] = {}
-    fields = _fields(leaves)
-    for path, described in leaves.items():
-        parts, at = path.split("."), fields.get(path)
-        if at is not None:
-            owner, node = ".".join(parts[at + 1 :]), ".".join(parts[:at])
-            found = owners.setdefault(owner, {})
-            _put(speaker, found, f"parameter {owner!r}", parts[at], _leaf(speaker, saved, path, described))
-            found.setdefault("step", f"{node}.step" if node else "step")
-        elif parts[-1] in COUNTERS:
-            counters[path] = _leaf(speaker, saved, path, described)
-    for found in owners.values():
-        found["step"] = counters.get(found["step"])
-    params = [SavedParam(owner, i, 0, found) for i, (owner, found) in enumerate(owners.items())]
-    return Saved(params, [{}])
-
-
-def _fields(leaves: Mapping[str, Any]) -> dict[str, int]:
-    """Which part of a leaf's path is a moment's field, for leaves that are of one.
-
-    Labels of a partition and names in a chain may be called as fields are. A field has a `step` beside it, or at least
-    no state below it that has.
-    """
-    found: dict[str, int] = {}
-    open_: dict[str, list[int]] = {}
-    states: set[str] = set()
-    for path in leaves:
-        parts = path.split(".")
-        known = [i for i, part in enumerate(parts) if part in ENTRIES and (i == 0 or parts[i - 1] != HYPERS)]
-        at = next((i for i in known if ".".join([*parts[:i], "step"]) in leaves), None)
-        if at is None:
-            open_[path] = known
-        else:
-            found[path] = at
-            states |= {".".join(parts[:i]) for i in range(1, at + 1)}
-    for path, known in open_.items():
-        parts = path.split(".")
-        at = next((i for i in known if ".".join(parts[: i + 1]) not in states), None)
-        if at is not None:
-            found[path] = at
+def _of_param(speaker: str, p: SavedParam) -> dict[str, Any]:
+    """What is saved of one parameter is the state of a tree that is this parameter."""
+    raw = p.entries.get(_schema.SCHEMA)
+    if not isinstance(raw, Tensor):
+        return {}
+    text = _schema.of_bytes(raw)
+    if text is None:
+        raise ValueError(
+            f"{speaker}: {_schema.SCHEMA!r} of {p.words} must be bytes, got {raw.dtype} {tuple(raw.shape)}; the file "
+            "is damaged"
+        )
+    owners, counters = _owners(speaker, p.entries, _schema.read(speaker, text), p.words)
+    found = owners.get("", {})
+    if found.get("step") is None and counters:  # one that counts for all parameters
+        found["step"] = next(iter(counters.values()))
     return found
 
 
-def _put(speaker: str, found: dict[str, Any], words: str, field: str, leaf: Any) -> None:
-    if field in found:
-        raise ValueError(f"{speaker}: {words} has two leaves {field!r} in saved; load it with fl.load_state_dict")
-    found[field] = leaf
+def _owners(
+    speaker: str, entries: Mapping[str, Any], leaves: Mapping[str, Any], words: str
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Leaves by parameter and field, `step` the counter beside a moment; and counters by the path of their state."""
+    owners: dict[str, dict[str, Any]] = {}
+    beside: dict[str, str] = {}
+    counters: dict[str, Any] = {}
+    for path, described in leaves.items():
+        role, field = described.get("role"), described.get("field")
+        if role == "counter":
+            counters.setdefault(_schema.state_of(path, described), _leaf(speaker, entries, path, described))
+        elif role == "moment" and field in ENTRIES:
+            name = described["param"]
+            found = owners.setdefault(name, {})
+            if field in found:
+                raise ValueError(
+                    f"{speaker}: {words or f'parameter {name!r}'} has two leaves {field!r} in saved; load it with "
+                    "fl.load_state_dict"
+                )
+            found[field] = _leaf(speaker, entries, path, described)
+            beside.setdefault(name, _schema.state_of(path, described))
+    for name, state in beside.items():
+        owners[name]["step"] = counters.get(state)
+    return owners, counters
 
 
 def _leaf(speaker: str, entries: Mapping[str, Any], path: str, described: Mapping[str, Any]) -> Any:
@@ -140,31 +101,22 @@ def _leaf(speaker: str, entries: Mapping[str, Any], path: str, described: Mappin
             raise ValueError(f"{speaker}: saved has no entry {path + ending!r}, which its schema lists")
     parts = {ending: entries[path + ending] for ending in described["parts"]}
     if described["kind"] in _schema.NUMBERS:
-        return next(iter(parts.values()), None)
-    shape = tuple(described["shape"])
-    if described["kind"] != "quantized" or described["stored"] == "values":
-        (ending, dtype), *_ = described["parts"].items()
-        _check_part(speaker, path + ending, parts[ending], dtype, shape)
-        return parts[ending]
-    if any(isinstance(x, Tensor) and ShardSpec.of(x) is not None for x in parts.values()):
+        return parts[""]
+    wanted = expected(speaker, path, described)
+    if ".codes" in wanted and any(isinstance(x, Tensor) and ShardSpec.of(x) is not None for x in parts.values()):
         raise ValueError(
             f"{speaker}: leaf {path!r} of saved is sharded; load it with fl.load_state_dict or fl.checkpoint.load, and "
             "convert then"
         )
-    layout = saved_layout(speaker, path, None, described, None)
-    like = zeros(layout, torch.device("meta"))
-    for ending, x in ((".codes", like.codes), (".scales", like.scales)):
-        if x is not None:
-            _check_part(speaker, path + ending, parts.get(ending), str(x.dtype), tuple(x.shape))
-    leaf = QuantizedTensor(parts[".codes"], parts.get(".scales"), layout)
-    return leaf if layout.shape == shape else leaf.dequantize().reshape(shape)  # of another version's blocks
-
-
-def _check_part(speaker: str, name: str, x: Any, dtype: str, shape: tuple[int, ...]) -> None:
-    dtype = dtype.removeprefix("torch.")
-    got = f"{x.dtype} {tuple(x.shape)}".removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__
-    if got != f"{dtype} {shape}":
-        raise ValueError(f"{speaker}: {name!r} must be a tensor, {dtype} {shape}, got {got}; the file is damaged")
+    for ending, (dtype, shape) in wanted.items():
+        x = parts[ending]
+        got = (_schema.name_of(x.dtype), tuple(x.shape)) if isinstance(x, Tensor) else None
+        if got != (dtype, shape):
+            words = type(x).__name__ if got is None else f"{got[0]} {got[1]}"
+            raise ValueError(
+                f"{speaker}: {path + ending!r} must be a tensor, {dtype} {shape}, got {words}; the file is damaged"
+            )
+    return joined(speaker, path, described, parts)
 
 
 def read_own(speaker: str, param: SavedParam, group: Mapping[str, Any], fields: Mapping[str, str]) -> Read:
