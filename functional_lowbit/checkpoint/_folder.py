@@ -49,7 +49,7 @@ def prepare(speaker: str, path: Path) -> None:
                 raise ValueError(f"{speaker}: {str(folder)!r} must be what a save left, or nothing; move it away")
         if not _lock.lock(partial(path)):
             raise ValueError(f"{speaker}: {str(path)!r} is being written by another process; one at a time may do so")
-        if (previous(path) / METADATA).is_file() and _nothing_at(path):
+        if (previous(path) / METADATA).is_file() and nothing_at(path):
             previous(path).rename(path)
         shutil.rmtree(previous(path), ignore_errors=True)
         for left in partial(path).iterdir():
@@ -70,25 +70,42 @@ def put_in_place(speaker: str, path: Path) -> None:
     try:
         _refuse_others(speaker, path)
         _sync(partial(path))
-        if not _nothing_at(path):
-            path.rename(previous(path))
-        partial(path).rename(path)
-        _sync(path.parent)
-        shutil.rmtree(previous(path), ignore_errors=True)  # what stays of it, the next save removes
+        rename(partial(path), path)
     except OSError as error:
-        if not path.exists() and previous(path).exists():
-            previous(path).rename(path)
         raise OSError(f"{speaker}: cannot rename {str(partial(path))!r} to {str(path)!r}: {error}") from error
 
 
-def _nothing_at(path: Path) -> bool:
+def rename(new: Path, path: Path) -> None:
+    """Give a complete file or folder its name, in place of one of its kind, which is there again if this fails.
+
+    A folder cannot be renamed onto another: what is there is moved to where `find` looks, and removed last.
+    """
+    if new.is_file():
+        new.replace(path)
+        _sync(path.parent)
+        return
+    older = previous(path)
+    try:
+        if not nothing_at(path):
+            shutil.rmtree(older, ignore_errors=True)
+            path.rename(older)
+        new.rename(path)
+        _sync(path.parent)
+        shutil.rmtree(older, ignore_errors=True)  # what stays of it, the next save removes
+    except OSError:
+        if not path.exists() and older.exists():
+            older.rename(path)
+        raise
+
+
+def nothing_at(path: Path) -> bool:
     """An empty folder counts as nothing: programs make one for a checkpoint to come."""
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
 def _refuse_others(speaker: str, path: Path) -> None:
     """Refuse to replace what is no checkpoint."""
-    if not _nothing_at(path) and not (path / METADATA).is_file():
+    if not nothing_at(path) and not (path / METADATA).is_file():
         raise ValueError(f"{speaker}: {str(path)!r} must be a checkpoint or nothing yet; move away what is there")
 
 
@@ -120,7 +137,7 @@ def find(speaker: str, path: Path) -> Path:
     """
     try:
         whole, older = ((folder / METADATA).is_file() for folder in (path, previous(path)))
-        there, left = not _nothing_at(path), partial(path).exists()
+        there, left = not nothing_at(path), partial(path).exists()
     except OSError as error:
         raise OSError(f"{speaker}: cannot read {str(path)!r}: {error}") from error
     if whole:

@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from functional_lowbit import sharding
-from functional_lowbit.checkpoint import _folder, _ranks, _schema, _state_dict
+from functional_lowbit.checkpoint import _files, _folder, _ranks, _schema, _state_dict
 
 
 def load(path: str | os.PathLike[str], tree: Any, *, convert: bool = False) -> Any:
@@ -91,13 +89,9 @@ def _load(speaker: str, target: Path, tree: Any, convert: bool) -> Any:
 
 
 def _read(speaker: str, folder: Path, metadata: Any, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Fill `wanted`. A rank reads what it needs by itself, so that none waits for another that cannot read."""
-    reader, planner = FileSystemReader(folder), DefaultLoadPlanner(allow_partial_load=False)
+    """`wanted`, filled."""
     try:
-        planner.set_up_planner(wanted, metadata, is_coordinator=True)
-        reader.set_up_storage_reader(metadata, True)
-        plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-        reader.read_data(plan, planner).wait()
+        _files.read(folder, metadata, wanted)
     except Exception as error:
         raise ValueError(f"{speaker}: cannot read {str(folder)!r}, a file is damaged: {error}") from error
     return wanted

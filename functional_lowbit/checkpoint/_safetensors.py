@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -10,7 +10,7 @@ from uuid import uuid4
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from functional_lowbit.checkpoint import _schema, _state_dict
+from functional_lowbit.checkpoint import _folder, _schema, _state_dict
 
 NUMBERS = "numbers"  # beside the schema in the file's metadata: JSON of the leaves that are no tensors
 
@@ -38,9 +38,13 @@ def save_safetensors(state: Any, file: str | os.PathLike[str]) -> None:
         ...     fl.checkpoint.load_safetensors(state, f"{folder}/state.safetensors")[0].step
         tensor(0)
     """
+    write(file, lambda: _state_dict.state_dict(state))
+
+
+def write(file: str | os.PathLike[str], entries: Callable[[], dict[str, Any]]) -> None:
+    """As `save_safetensors`, of what `state_dict` returns."""
     speaker, target = "checkpoint.save_safetensors", Path(file).absolute()
-    library = _library(speaker)
-    flat = _state_dict.state_dict(state)
+    library, flat = _library(speaker), entries()
     tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor)}
     for name, x in tensors.items():
         if isinstance(x, DTensor):
@@ -58,7 +62,7 @@ def save_safetensors(state: Any, file: str | os.PathLike[str]) -> None:
         )
         with partial.open("rb") as written:
             os.fsync(written.fileno())
-        partial.replace(target)
+        _folder.rename(partial, target)
     except Exception as error:
         partial.unlink(missing_ok=True)
         raise OSError(f"{speaker}: could not write {str(target)!r}: {error}") from error

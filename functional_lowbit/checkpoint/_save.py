@@ -1,4 +1,4 @@
-"""Checkpoints in the files of torch.distributed.checkpoint: any number of ranks, whole or not there at all."""
+"""Writing a checkpoint: by any number of ranks, whole or not at all, now or in a thread."""
 
 import logging
 import os
@@ -9,21 +9,13 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import save as save_on_ranks
 from torch.distributed.tensor import DTensor
 
 from functional_lowbit._refused import kind_of
-from functional_lowbit.checkpoint import _folder, _ranks, _schema, _state_dict
+from functional_lowbit.checkpoint import _files, _folder, _ranks, _schema, _state_dict
 
 _log = logging.getLogger("functional_lowbit.checkpoint")
-
-
 _writer: list[ThreadPoolExecutor] = []  # one thread, so that all ranks write the checkpoints in one order
-
-
 _running: dict[Path, object] = {}  # the call that writes each path
 
 
@@ -56,10 +48,15 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
         >>> loaded["epoch"], loaded["state"][0].mu["w"]
         (3, QuantizedTensor(companded8, shape=(64, 64), block_size=256))
     """
+    write(path, lambda: _state_dict.state_dict(tree))
+
+
+def write(path: str | os.PathLike[str], entries: Callable[[], dict[str, Any]]) -> None:
+    """As `save`, of what `state_dict` returns."""
     speaker, target = "checkpoint.save", _folder.real(path)
     call = object()
     try:
-        flat = _ranks.together(speaker, lambda: _flat(speaker, target, tree, call))
+        flat = _ranks.together(speaker, lambda: _begun(speaker, target, entries, call))
         _same_on_all(speaker, target, flat)
         _write(speaker, target, flat, None, _ranks.number())
     finally:
@@ -94,7 +91,10 @@ def async_save(path: str | os.PathLike[str], tree: Any) -> "Future[None]":
     speaker, target = "checkpoint.async_save", _folder.real(path)
     call = object()
 
-    def write() -> None:
+    def entries() -> dict[str, Any]:
+        return _state_dict.state_dict(tree)
+
+    def write_in_thread() -> None:
         try:
             _write(speaker, target, flat, group, rank)
         except Exception as error:
@@ -104,22 +104,22 @@ def async_save(path: str | os.PathLike[str], tree: Any) -> "Future[None]":
             _leave(target, call)
 
     try:
-        flat = _ranks.together(speaker, lambda: _copied(_flat(speaker, target, tree, call)))
+        flat = _ranks.together(speaker, lambda: _files.copied(_begun(speaker, target, entries, call)))
         _same_on_all(speaker, target, flat)
         group, rank = _ranks.own_group(), _ranks.number()
         if not _writer:
             _writer.append(ThreadPoolExecutor(1, "functional_lowbit.checkpoint"))
-        return _writer[0].submit(write)
+        return _writer[0].submit(write_in_thread)
     except BaseException:
         _leave(target, call)
         raise
 
 
-def _flat(speaker: str, target: Path, tree: Any, call: object) -> dict[str, Any]:
+def _begun(speaker: str, target: Path, entries: Callable[[], dict[str, Any]], call: object) -> dict[str, Any]:
     """What is written; from here to `_leave` no other call of this process may write at `target`."""
     if _running.setdefault(target, call) is not call:
         raise ValueError(f"{speaker}: {str(target)!r} is being written by another save; wait for its result first")
-    return _state_dict.state_dict(tree)
+    return entries()
 
 
 def _leave(target: Path, call: object) -> None:
@@ -150,12 +150,11 @@ def _write(speaker: str, target: Path, flat: dict[str, Any], group: Any, rank: i
     if rank is None and any(map(_on_several, flat.values())):
         raise _no_group(speaker, target)
     _on_first(speaker, target, group, rank, _folder.prepare)
-    writer = _Writer(_folder.partial(target))
     try:
         if rank is not None:
-            save_on_ranks(flat, storage_writer=writer, process_group=group)
+            _files.write_on_ranks(_folder.partial(target), flat, group)
         else:
-            _write_alone(flat, writer)
+            _files.write_alone(_folder.partial(target), flat)
     except CheckpointException as failed:  # on all ranks
         if not rank:
             _folder.discard(target)
@@ -190,41 +189,8 @@ def _on_several(x: Any) -> bool:
     return isinstance(x, DTensor) and x.device_mesh.size() > 1
 
 
-class _Writer(FileSystemWriter):
-    """Tells of a full disk, which torch hides behind an error of its own about positions in a file."""
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        try:
-            return super().write_data(plan, planner)
-        except Exception as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__cause__ or cause.__context__
-            raise cause or error from None
-
-
 def _cannot_write(speaker: str, target: Path, error: BaseException, where: str) -> OSError:
     kind = "" if isinstance(error, OSError) else f"{kind_of(error)}: "
     return OSError(
         f"{speaker}: could not write {str(target)!r}{where}: {kind}{error}; what was saved there before is untouched"
     )
-
-
-def _write_alone(flat: dict[str, Any], writer: _Writer) -> None:
-    """The steps of dcp.save for one process, which it takes with a warning that there are no ranks."""
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(flat, writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(True)
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-    writer.finish(metadata, [writer.write_data(plan, planner).wait()])
-
-
-def _copied(flat: Mapping[str, Any]) -> dict[str, Any]:
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-    try:
-        staged = stager.stage(dict(flat))
-        assert isinstance(staged, dict)  # and no future, as the options say
-        return staged
-    finally:
-        stager.close()

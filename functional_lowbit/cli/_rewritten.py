@@ -10,9 +10,9 @@ from uuid import uuid4
 
 import torch
 
-import functional_lowbit as fl
 from functional_lowbit.checkpoint import _folder
-from functional_lowbit.cli._numbers import take
+from functional_lowbit.checkpoint._safetensors import write as write_safetensors
+from functional_lowbit.checkpoint._save import write as write_folder
 from functional_lowbit.cli._output import Mistake, said
 from functional_lowbit.cli._stores import FOLDER, SAFETENSORS, Store
 
@@ -39,7 +39,7 @@ def write(store: Store, target: str, tree: Any, verify: Callable[[str], None]) -
     Args:
         store: Where the tree came from: the kind of file.
         target: The path.
-        tree: Of a file of torch.save, all that it holds; else leaves by path.
+        tree: Of a file of torch.save, all that it holds; else what `fl.state_dict` returned.
         verify: Called with the path of what was written; raises if it is not as it should be.
 
     Raises:
@@ -53,9 +53,9 @@ def write(store: Store, target: str, tree: Any, verify: Callable[[str], None]) -
     try:
         try:
             if store.kind == FOLDER:
-                fl.checkpoint.save(partial, {name: take(x) for name, x in tree.items()})
+                write_folder(partial, lambda: tree)
             elif store.kind == SAFETENSORS:
-                fl.checkpoint.save_safetensors({name: take(x) for name, x in tree.items()}, partial)
+                write_safetensors(partial, lambda: tree)
             else:
                 with partial.open("wb") as file:
                     torch.save(tree, file)
@@ -64,7 +64,11 @@ def write(store: Store, target: str, tree: Any, verify: Callable[[str], None]) -
         except (OSError, RuntimeError, ImportError) as error:
             raise Mistake(f"cannot write {target!r}: {said(_cause(error), 'checkpoint.save_safetensors')}") from error
         verify(str(partial))
-        (_put_folder if store.kind == FOLDER else _put_file)(partial, place)
+        if store.kind != FOLDER and place.is_dir():
+            raise Mistake(f"{str(place)!r} is a folder, and what is written is a file; move it away")
+        if store.kind == FOLDER and not (_folder.nothing_at(place) or (place / _folder.METADATA).is_file()):
+            raise Mistake(f"{str(place)!r} is no checkpoint; move it away")
+        _folder.rename(partial, place)
     finally:
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
@@ -78,24 +82,6 @@ def _cause(error: BaseException) -> BaseException:
     while cause is not None:
         error, cause = cause if isinstance(cause, OSError) else error, cause.__cause__ or cause.__context__
     return error
-
-
-def _put_file(partial: Path, place: Path) -> None:
-    if place.is_dir():
-        raise Mistake(f"{str(place)!r} is a folder, and what is written is a file; move it away")
-    partial.replace(place)
-
-
-def _put_folder(partial: Path, place: Path) -> None:
-    """A folder cannot be renamed onto another: what is there is moved to where `load` finds it, and removed last."""
-    if place.exists() and not (place / _folder.METADATA).is_file() and (place.is_file() or any(place.iterdir())):
-        raise Mistake(f"{str(place)!r} is no checkpoint; move it away")
-    older = _folder.previous(place)
-    if place.exists():
-        shutil.rmtree(older, ignore_errors=True)
-        place.rename(older)
-    partial.rename(place)
-    shutil.rmtree(older, ignore_errors=True)
 
 
 def replaced(tree: Any, keys: Sequence[Any], new: Any) -> Any:

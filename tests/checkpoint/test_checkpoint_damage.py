@@ -14,7 +14,7 @@ from checkpoint_states import make_tree, names_in
 from helpers import clone, refuses, same
 
 import functional_lowbit as fl
-from functional_lowbit.checkpoint import _folder, _load
+from functional_lowbit.checkpoint import _files, _folder
 
 
 def _cut(file: Path, size: int) -> None:
@@ -91,14 +91,14 @@ def test_spoilt_metadata(tmp_path: Path) -> None:
 
 def test_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that saves between the look at a checkpoint and the reading of its numbers: no mixture of two is loaded."""
-    path, read, waiting = tmp_path / "a", _load._read, []
+    path, read, waiting = tmp_path / "a", _files.read, []
 
-    def later(speaker: str, folder: Path, metadata: Any, wanted: dict[str, Any]) -> Any:
+    def later(folder: Path, metadata: Any, wanted: dict[str, Any]) -> None:
         if "w" in wanted and waiting:
             fl.checkpoint.save(path, waiting.pop(0))
-        return read(speaker, folder, metadata, wanted)
+        return read(folder, metadata, wanted)
 
-    monkeypatch.setattr(_load, "_read", later)
+    monkeypatch.setattr(_files, "read", later)
     one, two, three = ({"w": torch.full((9,), float(n)), "n": n} for n in (1, 2, 3))
     fl.checkpoint.save(path, one)
     waiting[:] = [two]

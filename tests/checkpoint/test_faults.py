@@ -21,7 +21,7 @@ from world import World
 
 import functional_lowbit as fl
 from functional_lowbit._refused import kind_of
-from functional_lowbit.checkpoint import _load, _save
+from functional_lowbit.checkpoint import _files, _save
 
 two = pytest.mark.parametrize("world", [2], indirect=True, ids="W={}".format)
 
@@ -252,26 +252,26 @@ def test_a_number_that_is_none_is_the_same_on_all_ranks(world: World, place: Pat
 
 def load_while_it_is_replaced(where: str) -> Any:
     """Rank 1 reads the numbers when rank 0 has read them, and another checkpoint has taken the place."""
-    read, done = _load._read, Path(where + ".done")
+    read, done = _files.read, Path(where + ".done")
 
-    def later(speaker: str, folder: Path, metadata: Any, wanted: dict[str, Any]) -> Any:
+    def later(folder: Path, metadata: Any, wanted: dict[str, Any]) -> None:
         if "n" not in wanted or done.exists():
-            return read(speaker, folder, metadata, wanted)
+            return read(folder, metadata, wanted)
         if w.rank() == 0:
-            found = read(speaker, folder, metadata, wanted)
+            read(folder, metadata, wanted)
             os.rename(where, where + "-old")
             os.rename(where + "-new", where)
             done.touch()
-            return found
+            return None
         while not done.exists():
             time.sleep(0.001)
-        return read(speaker, folder, metadata, wanted)
+        return read(folder, metadata, wanted)
 
-    _load._read = later
+    _files.read = later
     try:
         return load(where)
     finally:
-        _load._read = read
+        _files.read = read
 
 
 @two
@@ -284,7 +284,7 @@ def test_all_ranks_load_one_checkpoint(world: World, place: Path) -> None:
 
 def lost_on_the_way(where: str) -> Any:
     """Rank 1 writes to a disk that rank 0 does not see."""
-    write = _save._Writer.write_data
+    write = _files._Writer.write_data
 
     def elsewhere(self: Any, *args: Any) -> Any:
         written = write(self, *args)
@@ -292,11 +292,11 @@ def lost_on_the_way(where: str) -> Any:
             file.unlink()
         return written
 
-    _save._Writer.write_data = elsewhere if w.rank() == 1 else write  # type: ignore[method-assign]
+    _files._Writer.write_data = elsewhere if w.rank() == 1 else write  # type: ignore[method-assign]
     try:
         return text_of(lambda: fl.checkpoint.save(where, tree_of(3)))
     finally:
-        _save._Writer.write_data = write  # type: ignore[method-assign]
+        _files._Writer.write_data = write  # type: ignore[method-assign]
 
 
 @two
