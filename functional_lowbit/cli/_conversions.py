@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 
 import functional_lowbit as fl
+from functional_lowbit._core.state.named import Named
 from functional_lowbit._core.state.quantized import QuantizedTensor
 from functional_lowbit.checkpoint import _schema
+from functional_lowbit.checkpoint._state_dict import flat
 from functional_lowbit.cli._numbers import take
 from functional_lowbit.cli._output import Mistake, told
 from functional_lowbit.cli._recipes import in_format
 from functional_lowbit.cli._reformat import Made, Target, reformat, relative_error
-from functional_lowbit.cli._sections import OPTIMIZER, OURS, Section, names_of
+from functional_lowbit.cli._sections import OPTIMIZER, OURS, Leaf, Section, names_of
 from functional_lowbit.convert._library import any_saved, each_read
 from functional_lowbit.convert._own import is_own
 from functional_lowbit.convert._slots import named_leaves
@@ -27,7 +29,6 @@ class Converted(NamedTuple):
     """A state that was converted."""
 
     node: Any  # what stands in the checkpoint now
-    leaves: dict[str, Any] | None  # by path, for files that hold nothing but leaves
     made: dict[str, Made]  # what was done to each leaf
     how_to_load: str
 
@@ -44,34 +45,38 @@ def to_format(section: Section, target: Target, advance: Advance) -> Converted:
     _refuse_nested(section)
     made: dict[str, Made] = {}
     if _schema.SCHEMA in section.node:
-        listed = {leaf.path for leaf in section.leaves}
         for leaf in section.leaves:
-            made[leaf.path] = reformat(leaf, leaf.path, listed, target)
+            made[leaf.path] = reformat(leaf, target)
             advance(made[leaf.path].bytes_before, leaf.path)
-        leaves = {path: one.leaf for path, one in made.items()}
-        return Converted(fl.state_dict(leaves), leaves, made, "load it as before, into a state of this format")
+        node = flat((_named(leaf, ""), made[leaf.path].leaf) for leaf in section.leaves)
+        return Converted(node, made, "load it as before, into a state of this format")
     prefixes = _prefixes(section)
     state: dict[Any, Any] = {}
     for key, entries in section.node["state"].items():
         own = [leaf for leaf in section.leaves if leaf.path.startswith(prefixes[key]) and leaf.described]
-        listed = {leaf.path.removeprefix(prefixes[key]) for leaf in own}
         new: dict[str, Any] = {}
         for leaf in own:
-            made[leaf.path] = reformat(leaf, leaf.path.removeprefix(prefixes[key]), listed, target)
+            made[leaf.path] = reformat(leaf, target)
             new[leaf.path.removeprefix(prefixes[key])] = made[leaf.path].leaf
             advance(made[leaf.path].bytes_before, leaf.path)
-        state[key] = _entries.save(new, CPU) if new else entries
+        named = {leaf.path.removeprefix(prefixes[key]): _named(leaf, prefixes[key]) for leaf in own}
+        state[key] = _entries.save(new, named, CPU) if new else entries
     node = {**section.node, "state": state}
-    return Converted(node, None, made, "load it as before, with an optimizer of this format")
+    return Converted(node, made, "load it as before, with an optimizer of this format")
+
+
+def _named(leaf: Leaf, prefix: str) -> Named:
+    """A leaf's place in its own state."""
+    return _schema.named(leaf.path.removeprefix(prefix), dict(leaf.described or {}))
 
 
 def _foreign_to_format(section: Section, target: Target, advance: Advance) -> Converted:
     family, params = _family(section.node), _params(section.node)
     exact = _state(section.node, params, in_format(family, "float32"))
     state = _state(section.node, params, in_format(family, target.format.name, target.block_size))
-    flat, plain = _leaves(state), _leaves(exact)
+    plain = _leaves(exact)
     made = {}
-    for path, leaf in flat.items():
+    for path, leaf in _leaves(state).items():
         old, name, error = plain[path], str(getattr(leaf, "dtype", "")).removeprefix("torch."), 0.0
         if isinstance(leaf, QuantizedTensor):
             name, error = leaf.format.name, relative_error(leaf.dequantize(), old)
@@ -80,7 +85,7 @@ def _foreign_to_format(section: Section, target: Target, advance: Advance) -> Co
     stored = "" if target.format.name == "float32" else f"format={target.format.name!r}"
     recipe = f"fl.{family}" if not stored else f"fl.{family}8bit"
     how = f"load it into a state of {recipe}(..., {stored})" if stored else f"load it into a state of {recipe}(...)"
-    return Converted(fl.state_dict(state), flat, made, f"{how}, or with fl.convert.from_saved into any other")
+    return Converted(fl.state_dict(state), made, f"{how}, or with fl.convert.from_saved into any other")
 
 
 def _params(saved: Any) -> dict[str, Tensor]:
@@ -127,7 +132,7 @@ def to_torch(section: Section) -> Converted:
         if named
         else "load it with the optimizer's load_state_dict"
     )
-    return Converted(result, None, made, how)
+    return Converted(result, made, how)
 
 
 def _keys(groups: list[dict[str, Any]]) -> list[Any]:

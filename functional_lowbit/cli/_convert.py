@@ -115,19 +115,18 @@ def _write(args: argparse.Namespace, store: Store, found: list[Section], made: l
         tree = store.tree
         for section, converted in zip(found, made, strict=True):
             tree = replaced(tree, section.keys, converted.node)
-        wanted = tree
     elif args.to == TO_TORCH:  # which only torch.save keeps
         store, tree = store._replace(kind=TORCH), made[0].node
-        wanted = tree
     else:
-        tree, wanted = made[0].leaves, made[0].node
+        tree = made[0].node
 
     def verify(path: str) -> None:
         with progress("verify", 1) as advance:
             written = open_store(path, args.unsafe).tree
-            names = sorted(wanted) if store.kind != TORCH else None
-            there = {n: written[n] for n in sorted(written)} if names else written
-            wrong = first_difference({n: wanted[n] for n in names} if names else wanted, there)
+            wanted = tree
+            if store.kind != TORCH:  # in another order
+                written, wanted = ({name: x[name] for name in sorted(x)} for x in (written, tree))
+            wrong = first_difference(wanted, written)
             advance(1)
         if wrong is not None:
             raise Broken(f"{wrong!r} was not written as it should be, so nothing was put at {args.target!r}; try again")

@@ -101,7 +101,13 @@ def _leaf(row: Row) -> dict[str, Any]:
     if n is not None:
         counts = {"numbers": n.total, "min": n.low, "max": n.high, "abs_max": n.largest}
         counts |= {"zeros": n.zeros, "nan": n.nan, "inf": n.inf}
-    own = {"path": row.path, "format": row.format, "shape": list(row.shape), "block_size": row.block_size}
+    own = {
+        "path": row.path,
+        "role": row.role,
+        "format": row.format,
+        "shape": list(row.shape),
+        "block_size": row.block_size,
+    }
     return {**own, "bytes": row.bytes, **counts, "problems": row.problems}
 
 
@@ -113,7 +119,7 @@ def _text(document: dict[str, Any]) -> str:
         parts.append(f"\n{where}{made_by}, {counted(state['count'], 'leaf')}, {size(state['bytes'])}")
         if state["leaves"]:
             parts.append(table(HEAD, [_cells(leaf) for leaf in state["leaves"]], HEAD[3:]))
-        moments = [leaf for leaf in state["leaves"] if leaf["abs_max"] and leaf["path"].split(".")[-1] != "step"]
+        moments = [leaf for leaf in state["leaves"] if leaf["abs_max"] and leaf["role"] != "counter"]
         worst = max(moments, key=lambda leaf: leaf["abs_max"], default=None)
         if worst is not None:
             parts.append(f"largest magnitude: {worst['abs_max']:.3g}, in {worst['path']}")

@@ -1,6 +1,5 @@
 """One leaf looked at: its format, its numbers, and what is wrong with it."""
 
-from collections.abc import Mapping
 from functools import lru_cache
 from math import isfinite
 from typing import Any, NamedTuple
@@ -9,16 +8,15 @@ import torch
 from torch import Tensor
 
 from functional_lowbit import formats
-from functional_lowbit._core.state.quantized import Layout, QuantizedTensor, zeros
+from functional_lowbit._core.state.quantized import QuantizedTensor
 from functional_lowbit._core.version import __version__
 from functional_lowbit.checkpoint import _schema
+from functional_lowbit.checkpoint._reading import expected, joined
 from functional_lowbit.cli._foreign import read_foreign
-from functional_lowbit.cli._listed import Leaf
 from functional_lowbit.cli._numbers import Numbers, bad_scales, count, decoded, pieces, share, take, unreadable
 from functional_lowbit.cli._output import Broken
+from functional_lowbit.cli._sections import Leaf
 from functional_lowbit.sharding import local_of
-
-META = torch.device("meta")
 
 
 class Row(NamedTuple):
@@ -31,10 +29,15 @@ class Row(NamedTuple):
     bytes: int
     numbers: Numbers | None  # None if they cannot be read
     problems: list[str]
+    role: str | None = None  # what it is in a state, if that is known
 
 
 def look(leaf: Leaf) -> Row:
     """Read a leaf and judge it. Only this leaf is in memory."""
+    return _look(leaf)._replace(role=leaf.role)
+
+
+def _look(leaf: Leaf) -> Row:
     try:
         parts = {ending: take(x) for ending, x in leaf.parts.items()}
     except Broken as broken:
@@ -43,16 +46,29 @@ def look(leaf: Leaf) -> Row:
         found = read_foreign(parts)
         problems = found.problems if found.numbers is None else found.problems + judge(found.numbers, leaf.nonnegative)
         return Row(leaf.path, *found._replace(problems=problems))
-    if leaf.described["kind"] == "quantized":
-        return _quantized(leaf, leaf.described, parts)
-    if leaf.described["kind"] == "tensor":
-        return _plain(leaf, leaf.described, parts)
-    x = parts.get("")
-    problems = [f"the entry is a {type(x).__name__}, and no {leaf.described['kind']}"] if "" in parts else []
-    problems = problems if type(x).__name__ != leaf.described["kind"] else []
-    if isinstance(x, float) and not isfinite(x):
-        problems.append(f"the number is {x}")
-    return Row(leaf.path, leaf.described["kind"], (), None, 0, None, [*_missing(leaf), *problems])
+    described = leaf.described
+    missing = [f"the entry {leaf.path + end!r} is missing" for end in described["parts"] if end not in parts]
+    if described["kind"] not in ("tensor", "quantized"):
+        return Row(leaf.path, described["kind"], (), None, 0, None, missing or _odd(parts[""], described["kind"]))
+    if described.get("format", "float32") not in formats.names():
+        missing.append(f"the format {described['format']!r} is none that version {__version__} has")
+    if missing:
+        return _row(leaf, None, missing)
+    wanted = expected("inspect", leaf.path, described)
+    problems = [text for ending, like in wanted.items() for text in _misfit(leaf.path + ending, parts[ending], *like)]
+    if problems:
+        return _row(leaf, None, problems)
+    local = {ending: local_of(x) for ending, x in parts.items()}
+    if ".codes" not in local:
+        numbers = count(pieces(*local.values()))
+        return _row(leaf, numbers, judge(numbers, leaf.nonnegative))
+    if any(local[ending].shape != shape for ending, (_, shape) in wanted.items()):
+        return _row(leaf, None, [])  # a rank's part of a DTensor, whose blocks another rank may have
+    stored = joined("inspect", leaf.path, described, local)
+    if stored.scales is not None:
+        problems = bad_scales(stored.scales, zero=False) + _bad_codes(stored)
+    numbers = count(decoded(stored))
+    return _row(leaf, numbers, [*problems, *judge(numbers, leaf.nonnegative)])
 
 
 def _row(leaf: Leaf, numbers: Numbers | None, problems: list[str]) -> Row:
@@ -64,69 +80,31 @@ def _row(leaf: Leaf, numbers: Numbers | None, problems: list[str]) -> Row:
     )
 
 
-def _missing(leaf: Leaf) -> list[str]:
-    assert leaf.described is not None
-    return [
-        f"the entry {leaf.path + ending!r} is missing" for ending in leaf.described["parts"] if ending not in leaf.parts
-    ]
+def _odd(x: Any, kind: str) -> list[str]:
+    """What is wrong with a number or a string."""
+    if type(x).__name__ != kind:
+        return [f"the entry is a {type(x).__name__}, and no {kind}"]
+    return [f"the number is {x}"] if isinstance(x, float) and not isfinite(x) else []
 
 
-def _plain(leaf: Leaf, described: Mapping[str, Any], parts: Mapping[str, Any]) -> Row:
-    problems = _missing(leaf) or _misfit(leaf.path, "", parts[""], described["parts"][""], tuple(described["shape"]))
-    if problems:
-        return _row(leaf, None, problems)
-    numbers = count(pieces(local_of(parts[""])))
-    return _row(leaf, numbers, judge(numbers, leaf.nonnegative))
-
-
-def _quantized(leaf: Leaf, described: Mapping[str, Any], parts: Mapping[str, Any]) -> Row:
-    problems = _missing(leaf)
-    if described["format"] not in formats.names():
-        problems.append(f"the format {described['format']!r} is none that version {__version__} has")
-    if problems:
-        return _row(leaf, None, problems)
-    format, signed, shape = formats.get(described["format"]), described["signed"], tuple(described["shape"])
-    if described["stored"] == "values":
-        problems = _misfit(leaf.path, _schema.VALUES, parts[_schema.VALUES], "float32", shape)
-        if problems:
-            return _row(leaf, None, problems)
-        numbers = count(pieces(local_of(parts[_schema.VALUES])))
-        return _row(leaf, numbers, judge(numbers, not signed))
-    layout = Layout(format, signed, shape, described["block_size"], None)
-    empty = zeros(layout, META)
-    likes = {".codes": empty.codes} if empty.scales is None else {".codes": empty.codes, ".scales": empty.scales}
-    for ending, like in likes.items():
-        problems += _misfit(leaf.path, ending, parts[ending], _name(like.dtype), tuple(like.shape))
-    if problems:
-        return _row(leaf, None, problems)
-    if any(local_of(parts[ending]).shape != like.shape for ending, like in likes.items()):
-        return _row(leaf, None, [])  # a rank's part of a DTensor, whose blocks another rank may have
-    codes, scales = parts[".codes"], parts.get(".scales")
-    if scales is not None:
-        problems += bad_scales(local_of(scales), zero=False) + _bad_codes(codes, format, signed)
-    numbers = count(decoded(QuantizedTensor(local_of(codes), None if scales is None else local_of(scales), layout)))
-    return _row(leaf, numbers, [*problems, *judge(numbers, not signed)])
-
-
-def _misfit(path: str, ending: str, x: Any, dtype: str, shape: tuple[int, ...]) -> list[str]:
+def _misfit(name: str, x: Any, dtype: str, shape: tuple[int, ...]) -> list[str]:
     """What is not as the schema says."""
-    name = path + ending
     if not isinstance(x, Tensor):
         return [f"the entry {name!r} must be a tensor, is a {type(x).__name__}"]
     odd = unreadable(local_of(x))
     if odd is not None:
         return [f"the entry {name!r} must be a plain tensor, is {odd}"]
-    if _name(x.dtype) != dtype:
-        return [f"the entry {name!r} must be {dtype}, is {_name(x.dtype)}"]
+    if _schema.name_of(x.dtype) != dtype:
+        return [f"the entry {name!r} must be {dtype}, is {_schema.name_of(x.dtype)}"]
     if tuple(x.shape) != shape:
         return [f"the entry {name!r} must have shape {shape}, has {tuple(x.shape)}"]
     return []
 
 
-def _bad_codes(codes: Tensor, format: formats.Format, signed: bool) -> list[str]:
-    never = never_written(format, signed)
-    bad = 0 if never is None else sum(int(never[piece.int() & 255].sum()) for piece in pieces(local_of(codes)))
-    return [share(bad, codes.numel(), "codes", f"none that {format.name} writes")] if bad else []
+def _bad_codes(stored: QuantizedTensor) -> list[str]:
+    never = never_written(stored.format, stored.layout.signed)
+    bad = 0 if never is None else sum(int(never[piece.int() & 255].sum()) for piece in pieces(stored.codes))
+    return [share(bad, stored.codes.numel(), "codes", f"none that {stored.format.name} writes")] if bad else []
 
 
 @lru_cache
@@ -152,7 +130,3 @@ def judge(numbers: Numbers, nonnegative: bool) -> list[str]:
     below = numbers.negative if nonnegative else 0
     kinds = {"NaN": numbers.nan, "Inf": numbers.inf, "below 0, and never should be": below}
     return [share(n, numbers.total, "numbers", kind) for kind, n in kinds.items() if n]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

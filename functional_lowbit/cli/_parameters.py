@@ -13,11 +13,10 @@ from torch import Tensor
 from functional_lowbit._core.report.plan_params import planned_params
 from functional_lowbit.cli._numbers import Pending, is_tensor
 from functional_lowbit.cli._output import Mistake, told
-from functional_lowbit.cli._sections import OURS, Section, sections
+from functional_lowbit.cli._sections import Section, sections
 from functional_lowbit.cli._stores import open_store
 
 MODEL_KEYS = ("params", "model", "model_state_dict", "state_dict", "module")  # where checkpoints keep a model
-MOMENTS = ("mu", "nu", "trace")  # fields whose leaves have their parameter's shape
 MOST = 1 << 60  # elements: torch counts the bytes in 63 bits
 
 Params = dict[str, Tensor]
@@ -105,16 +104,10 @@ def _floating(tensors: Mapping[Any, Any] | Sequence[Any]) -> dict[str, Any]:
 def _owners(section: Section, dtype: torch.dtype | None) -> Params:
     found: Params = {}
     for leaf in section.leaves:
-        words = leaf.path.split(".")
-        if section.library == OURS and leaf.described is not None:
-            at = next((i for i, word in enumerate(words) if word in MOMENTS), None)
-            if at is None or "shape" not in leaf.described:
-                continue
-            # `weight.0.mu` of an optimizer, `0.mu.weight` of a state.
-            name = ".".join(words[at + 1 :]) or ".".join(words[: max(0, at - 1)])
-            found.setdefault(name, _meta(leaf.described["shape"], dtype or torch.float32))
-        elif leaf.described is None and words[-1] in ("exp_avg", "momentum_buffer", "state1"):
-            found[".".join(words[:-1])] = _meta(leaf.parts[""].shape, dtype or torch.float32)
+        if leaf.described is not None and leaf.role == "moment":
+            found.setdefault(leaf.owner, _meta(leaf.described["shape"], dtype or torch.float32))
+        elif leaf.described is None and leaf.path.rpartition(".")[-1] in ("exp_avg", "momentum_buffer", "state1"):
+            found[leaf.owner] = _meta(leaf.parts[""].shape, dtype or torch.float32)
     return found
 
 

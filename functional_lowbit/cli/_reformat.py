@@ -1,6 +1,6 @@
 """A state of ours leaf by leaf in another format: the same leaves under the same names, so that it loads as before."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,15 +10,14 @@ import functional_lowbit as fl
 from functional_lowbit import formats
 from functional_lowbit._core.contract.base import Moment
 from functional_lowbit._core.state.quantized import Layout, QuantizedTensor, encode
-from functional_lowbit.checkpoint._reading import saved_layout, write_again
-from functional_lowbit.cli._listed import Leaf
+from functional_lowbit.checkpoint._reading import joined, write_again
 from functional_lowbit.cli._numbers import take
-from functional_lowbit.cli._output import Broken, Mistake
+from functional_lowbit.cli._output import Mistake
+from functional_lowbit.cli._sections import Leaf
 from functional_lowbit.sharding import ShardSpec
 from functional_lowbit.transforms._low_bit import LowBit
 
-TWINS = ("mu", "nu")  # a state with these has a counter `step` beside them
-OUTSIDE = ("", "inner", "inner_state", "state")  # what a `trace` may be inside of, beside a number of a chain
+MOMENTS = ("mu", "nu", "trace")  # fields that the recipes in few bits keep in few bits; accumulators stay as they are
 MIN_SIZE = 4096  # as of `fl.low_bit`
 
 
@@ -47,64 +46,37 @@ class Target(NamedTuple):
         return rule.layout("", Moment(signed), "", like)
 
 
-def moment_of(path: str, listed: Collection[str]) -> Moment | None:
-    """Whether a float32 leaf is a moment, as far as its name says."""
-    words = path.split(".")
-    for i, word in enumerate(words):
-        before = words[i - 1] if i else ""
-        if word in TWINS and ".".join([*words[:i], "step"]) in listed:
-            return Moment(word == "mu")
-        if word == "trace" and (before.isdecimal() or before in OUTSIDE):
-            return Moment(True)
-    return None
-
-
-def reformat(leaf: Leaf, path: str, listed: Collection[str], target: Target) -> Made:
-    """A leaf as the target wants it; what is no moment stays as it is.
-
-    Args:
-        leaf: A leaf of ours, with its parts.
-        path: Its path inside its state.
-        listed: All paths of that state.
-        target: What is asked for.
+def reformat(leaf: Leaf, target: Target) -> Made:
+    """A leaf of ours as the target wants it; what is no moment stays as it is.
 
     Raises:
-        Broken: for a part that is missing or cannot be read.
+        Broken: for a part that cannot be read.
         Mistake: for a leaf that is a rank's shard.
     """
     described = leaf.described or {}
-    parts = {ending: take(leaf.parts[ending]) for ending in described["parts"] if ending in leaf.parts}
-    missing = [leaf.path + ending for ending in described["parts"] if ending not in parts]
-    if missing:
-        raise Broken(f"the entry {missing[0]!r} is missing; see functional-lowbit inspect")
+    parts = {ending: take(x) for ending, x in leaf.parts.items()}
     if any(isinstance(x, Tensor) and ShardSpec.of(x) is not None for x in parts.values()):
         raise Mistake(f"leaf {leaf.path!r} is one rank's shard; save with fl.checkpoint.save, and convert that")
-    if described["kind"] == "quantized":
-        return _of_quantized(leaf, described, parts, target)
-    value = parts[""]
-    moment = moment_of(path, listed) if described["kind"] == "tensor" and value.dtype == torch.float32 else None
-    layout = target.layout(tuple(value.shape), moment.signed, target.min_size) if moment else None
-    name = described["parts"][""]
-    if layout is None:
-        nbytes = value.nbytes if isinstance(value, Tensor) else 0
-        return Made(value, name, name, nbytes, nbytes, 0.0)
-    return _made(encode(value, layout), value, name, value.nbytes)
-
-
-def _of_quantized(leaf: Leaf, described: Mapping[str, Any], parts: Mapping[str, Any], target: Target) -> Made:
-    own = saved_layout("convert", leaf.path, None, described, None)
-    nbytes = sum(x.nbytes for x in parts.values())
-    if described["stored"] == "values":
-        stored, values = None, next(iter(parts.values()))
-    else:
-        stored = QuantizedTensor(parts[".codes"], parts.get(".scales"), own)
-        values = stored.dequantize().reshape(described["shape"])
+    nbytes = sum(x.nbytes for x in parts.values() if isinstance(x, Tensor))
+    if described["kind"] != "quantized":
+        return _of_plain(leaf, described, parts[""], nbytes, target)
+    stored, before = joined("convert", leaf.path, described, parts), described["format"]
+    values = stored.dequantize() if isinstance(stored, QuantizedTensor) else stored
     layout = target.layout(tuple(described["shape"]), described["signed"], 0)  # it was chosen to rest in few bits
     if layout is None:
-        return Made(values.clone(), own.format.name, "float32", nbytes, values.nbytes, 0.0)
-    if stored is not None and own._replace(threshold=layout.threshold) == layout:
-        return Made(stored, own.format.name, own.format.name, nbytes, stored.nbytes, 0.0)
-    return _made(write_again(values, layout), values, own.format.name, nbytes)
+        return Made(values.clone(), before, "float32", nbytes, values.nbytes, 0.0)
+    if isinstance(stored, QuantizedTensor) and stored.layout._replace(threshold=layout.threshold) == layout:
+        return Made(stored, before, before, nbytes, stored.nbytes, 0.0)
+    return _made(write_again(values, layout), values, before, nbytes)
+
+
+def _of_plain(leaf: Leaf, described: Mapping[str, Any], value: Any, nbytes: int, target: Target) -> Made:
+    name, layout = described["parts"][""], None
+    if leaf.role == "moment" and leaf.field in MOMENTS and name == "float32":
+        layout = target.layout(tuple(value.shape), described["signed"], target.min_size)
+    if layout is None:
+        return Made(value, name, name, nbytes, nbytes, 0.0)
+    return _made(encode(value, layout), value, name, nbytes)
 
 
 def _made(new: QuantizedTensor, values: Tensor, before: str, nbytes: int) -> Made:

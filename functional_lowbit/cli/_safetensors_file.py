@@ -1,11 +1,4 @@
-"""The header of a safetensors file, read without the package: what a file holds, before anything of it is loaded.
-
-A file is 8 bytes (the header's length, little-endian), the header (JSON: for each tensor its dtype, shape, and where
-its bytes begin and end behind the header), and the bytes of all tensors.
-
-References:
-    https://github.com/huggingface/safetensors#format
-"""
+"""A safetensors file, opened without the package: what it holds, before anything of it is loaded."""
 
 import json
 from collections.abc import Mapping
@@ -16,30 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_lowbit._core.report.headers import DTYPES, header_text
 from functional_lowbit.checkpoint._safetensors import NUMBERS
 from functional_lowbit.checkpoint._schema import SCHEMA
 from functional_lowbit.cli._numbers import Pending
 from functional_lowbit.cli._output import Broken
-
-LONGEST_HEADER = 100_000_000  # bytes, as the package has it: a length beyond is a damaged one
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "BOOL": torch.bool,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-}
 
 
 def read_header(path: Path) -> Mapping[str, Any]:
@@ -49,11 +23,9 @@ def read_header(path: Path) -> Mapping[str, Any]:
         Broken: for a file that is cut short or whose header is not one.
     """
     size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(LONGEST_HEADER, size - 8):
-            raise Broken(f"{str(path)!r} is truncated: its header alone needs {length + 8} bytes of {size}")
-        text = file.read(length)
+    length, text = header_text(path)
+    if size < 8 or len(text) < length:
+        raise Broken(f"{str(path)!r} is truncated: its header alone needs {length + 8} bytes of {size}")
     try:
         header = json.loads(text)
         metadata = header.pop("__metadata__", {})

@@ -1,5 +1,6 @@
 """The optimizer states inside a checkpoint: whose they are, and which leaves they have."""
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -7,8 +8,9 @@ from torch import Tensor
 
 from functional_lowbit._private import inner_of
 from functional_lowbit.checkpoint import _schema
-from functional_lowbit.cli._listed import Leaf, bytes_of, described_leaves, text_of, version_of
-from functional_lowbit.cli._numbers import Pending, is_tensor
+from functional_lowbit.cli._numbers import Pending, is_tensor, size_of, take
+from functional_lowbit.cli._output import said
+from functional_lowbit.sharding import local_of
 
 DEPTH = 8  # of dicts inside dicts that are looked into
 BNB_NEST = "__bnb_optimizer_quant_state__"  # where bitsandbytes hides its tensors from FSDP
@@ -16,6 +18,27 @@ BNB_PARTS = ("absmax", "qmap", "new_max", "max")  # beside state1 and state2
 NONNEGATIVE = {"step", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "state2"}
 OPTIMIZER = "fl.optim.Optimizer"
 OURS, TORCH, TORCHAO, BITSANDBYTES = "functional-lowbit", "torch", "torchao", "bitsandbytes"
+
+
+class Leaf(NamedTuple):
+    """One leaf of an optimizer state, unread."""
+
+    path: str
+    parts: Mapping[str, Any]  # ending of the name, ".codes" or "" -> a tensor, read or not, or a number
+    described: Mapping[str, Any] | None = None  # what the schema says of it; None for other libraries
+    nonnegative: bool = False  # whether its numbers are never below 0
+    role: str | None = None  # what it is in its state: "moment", "counter"; None if that is not known
+    owner: str = ""  # the parameter that it is of; "" for none, or if it is not known
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors, as they are stored."""
+        return sum(bytes_of(x) for x in self.parts.values() if is_tensor(x))
+
+    @property
+    def field(self) -> str | None:
+        """The field of its state's class, for a leaf with a role."""
+        return self.described.get("field") if self.described else None
 
 
 class Section(NamedTuple):
@@ -78,16 +101,54 @@ def _inside(node: Any, keys: tuple[Any, ...], depth: int) -> Iterator[Section]:
 
 def _ours(entries: Mapping[str, Any], keys: tuple[Any, ...]) -> Section:
     leaves, problems = described_leaves(entries, entries[_schema.SCHEMA], "")
-    made_by = f"fl.state_dict{version_of(entries[_schema.SCHEMA])}"
+    made_by = f"fl.state_dict{_version_of(entries[_schema.SCHEMA])}"
     inner = [leaf.path.removesuffix(_schema.SCHEMA) for leaf in leaves if leaf.path.endswith(f".{_schema.SCHEMA}")]
     for prefix in inner:  # the state_dict of an fl.optim optimizer was saved as a part of a tree
         own = {name.removeprefix(prefix): x for name, x in entries.items() if name.startswith(prefix)}
-        found, bad = described_leaves(own, text_of(own.get(_schema.SCHEMA)), prefix)
+        found, bad = described_leaves(own, _text_of(own.get(_schema.SCHEMA)), prefix)
         leaves = [leaf for leaf in leaves if not leaf.path.startswith(prefix)] + found
         problems += bad
     if inner:
         made_by += f", with {OPTIMIZER} inside"
     return Section(keys, OURS, made_by, leaves, problems, entries)
+
+
+def described_leaves(entries: Mapping[Any, Any], text: Any, prefix: str) -> tuple[list[Leaf], list[tuple[str, str]]]:
+    """The leaves that a schema lists, and what does not agree with it."""
+    try:
+        listed = _schema.read("schema", text)
+    except ValueError as error:
+        return [], [(f"{prefix}{_schema.SCHEMA}", said(error, "schema"))]
+    leaves, known = [], {_schema.SCHEMA}
+    for path, described in listed.items():
+        parts = {ending: entries[path + ending] for ending in described["parts"] if path + ending in entries}
+        known |= {path + ending for ending in described["parts"]}
+        role, param = described.get("role"), described.get("param")
+        nonnegative = described.get("signed") is False or role == "counter"
+        owner = "" if param is None else param or prefix[:-1]  # an optimizer saves each parameter's state by itself
+        leaves.append(Leaf(prefix + path, parts, described, nonnegative, role, owner))
+    return leaves, [(f"{prefix}{name}", "the schema lists no such entry") for name in entries if name not in known]
+
+
+def _text_of(raw: Any) -> Any:
+    """A schema that is a tensor of bytes, as `fl.optim.Optimizer` saves it."""
+    raw = take(raw)
+    text = _schema.of_bytes(raw)
+    return raw if text is None else text
+
+
+def _version_of(text: str) -> str:
+    """Which version of the library wrote a schema, in words; nothing if it does not say."""
+    try:
+        library = json.loads(text).get("library")
+    except (ValueError, AttributeError, RecursionError):
+        return ""
+    return f" of version {library}" if library else ""
+
+
+def bytes_of(x: Tensor | Pending) -> int:
+    """Bytes of a tensor, read or not; of the shard that is there, if it is a DTensor."""
+    return size_of(local_of(x) if isinstance(x, Tensor) else x)
 
 
 def _of_an_optimizer(saved: Mapping[str, Any], keys: tuple[Any, ...]) -> Section:
@@ -103,7 +164,7 @@ def _of_an_optimizer(saved: Mapping[str, Any], keys: tuple[Any, ...]) -> Section
             continue
         if _schema.SCHEMA in entries:
             library = OURS
-            own, bad = described_leaves(entries, text_of(entries[_schema.SCHEMA]), prefix)
+            own, bad = described_leaves(entries, _text_of(entries[_schema.SCHEMA]), prefix)
         else:
             own, bad = _foreign(entries, prefix), []
         leaves += own
@@ -141,7 +202,8 @@ def _foreign(entries: Mapping[Any, Any], prefix: str) -> list[Leaf]:
         for part in ("absmax", "qmap") if str(name) in ("state1", "state2") else ():
             if f"{part}{number}" in entries:
                 parts[f".{part}"] = entries[f"{part}{number}"]
-        leaves.append(Leaf(f"{prefix}{name}", parts, None, str(name) in NONNEGATIVE))
+        role = "counter" if str(name) == "step" else None
+        leaves.append(Leaf(f"{prefix}{name}", parts, None, str(name) in NONNEGATIVE, role, prefix[:-1]))
     return leaves
 
 

@@ -15,6 +15,7 @@ from functional_lowbit import _optree
 from functional_lowbit._core.contract import interrupted
 from functional_lowbit._core.state.named import Named, map_named
 from functional_lowbit._core.state.quantized import QuantizedTensor
+from functional_lowbit._refused import speaking
 from functional_lowbit.checkpoint import _schema
 from functional_lowbit.checkpoint._schema import SCHEMA
 from functional_lowbit.checkpoint._state_dict import flat, load_state_dict
@@ -76,7 +77,8 @@ def save(leaves: Mapping[str, Any], named: Mapping[str, Named], device: torch.de
         named: What each is.
         device: Of the parameter. `set_optimizer_state_dict` wants one device for all that has a dimension.
     """
-    interrupted.refuse("state_dict", leaves)
+    with speaking("state_dict"):
+        interrupted.refuse(leaves)
     entries = flat((named[entry], leaf) for entry, leaf in sorted(leaves.items()))
     text = entries.pop(SCHEMA)
     device = next(

@@ -1,4 +1,11 @@
-"""The parameters of safetensors files, from their headers alone: no number is read, and no package is needed."""
+"""The headers of safetensors files, and the parameters in them: no number is read, and no package is needed.
+
+A file is 8 bytes (the header's length, little-endian), the header (JSON: for each tensor its dtype, shape, and where
+its bytes begin and end behind the header), and the bytes of all tensors.
+
+References:
+    https://github.com/huggingface/safetensors#format
+"""
 
 import json
 from collections.abc import Iterable
@@ -13,7 +20,7 @@ from functional_lowbit._refused import NotThere, WrongValue
 
 INDEX = ".safetensors.index.json"  # ends the name of a file that says which file holds which tensor
 STATE = "schema"  # in the metadata of what `checkpoint.save_safetensors` writes, and nobody else
-LIMIT = 100_000_000  # bytes of a header, by the format's own rule
+LIMIT = 100_000_000  # bytes of a header, by the format's own rule: a length beyond is a damaged one
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -21,7 +28,24 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "BOOL": torch.bool,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "C64": torch.complex64,
 }
+
+
+def header_text(file: Path) -> tuple[int, bytes]:
+    """How many bytes a file's header is said to have, and the bytes that are there; none if so many cannot be meant."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        return length, opened.read(length) if length <= LIMIT else b""
 
 
 def has_files(folder: Path) -> bool:
@@ -49,8 +73,9 @@ def read_params(path: Path, notes: list[str]) -> dict[str, Tensor]:
         for name, entry in _header(file).items():
             if name in found:
                 raise WrongValue(f"{str(file)!r} holds {name!r}, and so does another file; give the files of one model")
-            if entry["dtype"] in DTYPES:
-                found[name] = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
+            dtype = DTYPES.get(entry["dtype"])
+            if dtype is not None and dtype.is_floating_point:
+                found[name] = torch.empty(entry["shape"], dtype=dtype, device="meta")
             else:
                 left_out.append(f"{name!r} ({entry['dtype']})")
     if left_out:
@@ -109,9 +134,7 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 def _document(file: Path) -> dict[str, Any]:
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header = opened.read(length) if 2 <= length <= LIMIT else b""
+    length, header = header_text(file)
     if not header.startswith(b"{") or len(header) < length:
         raise WrongValue(f"{str(file)!r} has no safetensors header; it is damaged, or of another kind")
     return _json(file, header)
