@@ -11,7 +11,7 @@ from functional_lowbit._core.leafwise.rule import Shared
 from functional_lowbit._core.state.like_params import as_sharded
 from functional_lowbit._core.step.backends import Kernels
 from functional_lowbit._core.step.plan import Plan
-from functional_lowbit._core.step.program import HostGateOp, LeafOp, RenewOp
+from functional_lowbit._core.step.program import RenewOp, RuleOp
 from functional_lowbit._optree import Tree
 from functional_lowbit.sharding import local_of, wrap
 
@@ -95,7 +95,7 @@ def begin(
     """
     if plan.noise is not None:
         plan.noise.begin(state, plan.params.paths)
-    hypers = {i: op.rule.hyper(plan.states[i]) for i, op in enumerate(plan.ops) if isinstance(op, (LeafOp, HostGateOp))}
+    hypers = {i: op.rule.hyper(plan.states[i]) for i, op in enumerate(plan.ops) if isinstance(op, RuleOp)}
     renewing = [i for i, op in enumerate(plan.ops) if isinstance(op, RenewOp)]
     pending: list[list[int]] = [[] for _ in updates]
     return Call(plan, kernels, updates, extra, hypers, dict(zip(renewing, moved, strict=True)), pending)

@@ -14,16 +14,9 @@ from torch import Tensor
 from functional_lowbit._core.leafwise.returned import check_leaf, check_pair
 from functional_lowbit._core.leafwise.scalars import record
 from functional_lowbit._core.step.slots import (
-    BESIDE,
-    LENGTHS,
-    NOISE,
-    ONE,
-    OUT,
-    PARAM,
-    SCALARS,
-    UPDATE,
     KernelKey,
     Result,
+    Slot,
     Stage,
     moment_names,
     numbers_of,
@@ -52,14 +45,14 @@ def make_compute(key: KernelKey, in_place: bool) -> Callable[..., list[Tensor]]:
 
     def compute(*arguments: Tensor) -> list[Tensor]:
         given = dict(zip(reads, arguments, strict=True))
-        g, p, scalars = given[UPDATE], given[PARAM], given[SCALARS]
-        one = scalars[at[ONE]] if in_place else None
+        g, p, scalars = given[Slot.UPDATE], given[Slot.PARAM], given[Slot.SCALARS]
+        one = scalars[at[Slot.ONE]] if in_place else None
         is_open = [scalars[at[gate]] > 0 for gate in range(key.n_gates)]
         u, p32 = g.float(), _read(p, one)
         if key.pairing is not None:
-            p32 = key.pairing.read(p, given[BESIDE])
+            p32 = key.pairing.read(p, given[Slot.BESIDE])
         lane = torch.arange(g.shape[-1], dtype=torch.int32, device=g.device)
-        real = lane < given[LENGTHS] if LENGTHS in given else None
+        real = lane < given[Slot.LENGTHS] if Slot.LENGTHS in given else None
         new: dict[str, Tensor] = {}
         for stage in stages:
             old = stage.read(given, g.shape[-1], one)
@@ -70,15 +63,15 @@ def make_compute(key: KernelKey, in_place: bool) -> Callable[..., list[Tensor]]:
                 u = torch.where(gate, u, 0.0)
             new.update(stage.write(given, old, moments, gates, real))
         if key.result is Result.KEPT:
-            new[OUT] = u
+            new[Slot.OUT] = u
         elif key.apply and key.pairing is not None:
-            new[PARAM], new[BESIDE] = key.pairing.write(p, given[BESIDE], p32 + u)
+            new[Slot.PARAM], new[Slot.BESIDE] = key.pairing.write(p, given[Slot.BESIDE], p32 + u)
         elif key.apply:
             total = p.to(torch.promote_types(p.dtype, torch.float32)) + u
             if key.stochastic:
-                low, high, counter = (given[name] for name in NOISE)
+                low, high, counter = (given[name] for name in Slot.NOISE)
                 total = stochastic_round(total, p.dtype, bits(low, high, counter + lane))
-            new[PARAM] = total.to(p.dtype)
+            new[Slot.PARAM] = total.to(p.dtype)
         return [new[name] for name in writes]
 
     return compute
@@ -182,7 +175,7 @@ def example(key: KernelKey) -> tuple[list[Tensor], list[tuple[Tensor, int]]]:
     for slot in slots_of(key, lengths=key.blocked):
         shapes = {"element": shape, "code": (n, -(-block // (2 if slot.packed else 1)))}
         size = (len(numbers_of(key)),) if slot.kind == "scalars" else shapes.get(slot.kind, (n, 1))
-        zero = block if slot.name == LENGTHS else slot.zero
+        zero = block if slot.name == Slot.LENGTHS else slot.zero
         args.append(torch.full(size, zero, dtype=slot.dtype, device=key.device))
         if slot.kind != "scalars":
             varying.extend((args[-1], d) for d, length in enumerate(size) if length > 1)

@@ -10,19 +10,7 @@ from functional_lowbit._core.step import staging, streamed
 from functional_lowbit._core.step.call import Call
 from functional_lowbit._core.step.noise import Start
 from functional_lowbit._core.step.plan import Plan
-from functional_lowbit._core.step.slots import (
-    BESIDE,
-    NOISE,
-    ONE,
-    OUT,
-    PARAM,
-    UPDATE,
-    KernelKey,
-    Result,
-    Slot,
-    Stage,
-    numbers_of,
-)
+from functional_lowbit._core.step.slots import KernelKey, Result, Slot, Stage, numbers_of
 from functional_lowbit.formats import Codec
 
 ALWAYS = torch.ones((), dtype=torch.float32)  # the number 1, and a gate that is open
@@ -115,26 +103,26 @@ def _batch(call: Call, group: Group, members: Sequence[int], outs: dict[int, Ten
     """The leaves of a group with their kernel, and all that it is given."""
     plan, params, widening, key = call.plan, call.plan.params, call.plan.program.widening, group.key(call)
     kernel = call.kernels[key]
-    numbers: dict[Any, Tensor] = {ONE: ALWAYS, **call.gates}
+    numbers: dict[Any, Tensor] = {Slot.ONE: ALWAYS, **call.gates}
     for stage, i in enumerate(group.ops):
         numbers |= {(stage, name): x for name, x in call.shared[i].scalars.items()}
     scalars = vector([numbers[number] for number in numbers_of(key)], group.device)
     starts = [_start(plan, group.ops, i) if group.stochastic else None for i in members]
     grids = [plan.grid(group.ops, i) if start is None else start.grid for i, start in zip(members, starts, strict=True)]
     given: dict[str, Sequence[Any]] = {
-        UPDATE: [call.updates[i] for i in members],
-        PARAM: [params.locals[i] for i in members],
-        OUT: [outs.get(i) for i in members],
+        Slot.UPDATE: [call.updates[i] for i in members],
+        Slot.PARAM: [params.locals[i] for i in members],
+        Slot.OUT: [outs.get(i) for i in members],
     }
     for stage, op in enumerate(group.ops):
         names = [slot.name for slot in kernel.slots if slot.stage == stage]
         if names:
             given |= zip(names, zip(*(plan.moments[op][i].tensors() for i in members), strict=True), strict=True)
     if group.is_widened and widening is not None:
-        given[BESIDE] = [widening.part(params.given[i], x) for i in members if (x := plan.beside[i]) is not None]
+        given[Slot.BESIDE] = [widening.part(params.given[i], x) for i in members if (x := plan.beside[i]) is not None]
     if plan.noise is not None and group.stochastic:
         words = [plan.noise.words(i, start, group.device) for i, start in zip(members, starts, strict=True) if start]
-        given |= zip(NOISE, zip(*words, strict=True), strict=True)
+        given |= zip(Slot.NOISE, zip(*words, strict=True), strict=True)
     rows = zip(*(given[slot.name] for slot in kernel.slots), strict=True)
     leaves = [staging.Leaf(grid, tensors) for grid, tensors in zip(grids, rows, strict=True)]
     return streamed.Batch(kernel, leaves, scalars, tuple([_resting(call, group, slot) for slot in kernel.slots]))
@@ -151,7 +139,7 @@ def _resting(call: Call, group: Group, slot: Slot) -> Any:
     widening = call.plan.program.widening
     if slot.stage is not None:
         return call.plan.ops[group.ops[slot.stage]].behind.resting
-    return widening.resting if widening is not None and slot.name == BESIDE else None
+    return widening.resting if widening is not None and slot.name == Slot.BESIDE else None
 
 
 def vector(scalars: list[Tensor], device: torch.device) -> Tensor:

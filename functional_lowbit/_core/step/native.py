@@ -12,7 +12,7 @@ from functional_lowbit._core.cpp import library
 from functional_lowbit._core.cpp.loops import Argument
 from functional_lowbit._core.cpp.source import source
 from functional_lowbit._core.step.kernel import make_compute
-from functional_lowbit._core.step.slots import PARAM, UPDATE, KernelKey, numbers_of, of_leaf, slots_of, written
+from functional_lowbit._core.step.slots import KernelKey, Slot, numbers_of, of_leaf, slots_of, written
 from functional_lowbit._core.step.staging import Leaf
 from functional_lowbit.formats._grid import Grid
 
@@ -40,7 +40,7 @@ class NativeKernel:
             len(numbers_of(key)),
         )
         self._is_written = [slot.written for slot in self.slots]
-        self._is_foreign = [slot.name in (UPDATE, PARAM) for slot in self.slots]
+        self._is_foreign = [slot.name in (Slot.UPDATE, Slot.PARAM) for slot in self.slots]
         self._run = library.load(text).run
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
         self._run.restype = None

@@ -10,7 +10,7 @@ from functional_lowbit._core.state.moments import read_moments
 from functional_lowbit._core.step.call import Call
 from functional_lowbit._core.step.finish import write_shared
 from functional_lowbit._core.step.launch import ALWAYS, flush, launch
-from functional_lowbit._core.step.program import GateOp, HostGateOp, LeafOp, ObserveOp, OpaqueOp, RenewOp
+from functional_lowbit._core.step.program import GateOp, HostGateOp, LeafOp, ObserveOp, OpaqueOp, RenewOp, RuleOp
 from functional_lowbit._core.step.slots import Result
 
 
@@ -77,7 +77,7 @@ def _decide(call: Call, i: int, op: GateOp) -> None:
     flush(call, seen)
     gate, call.states[i] = op.part.decide(call.update_tree(plan.active[i]), plan.states[i])
     call.gates[op.gate] = gate
-    behind = [j for j, o in enumerate(plan.ops) if isinstance(o, (LeafOp, HostGateOp)) and op.gate in o.behind.gates]
+    behind = [j for j, o in enumerate(plan.ops) if isinstance(o, RuleOp) and op.gate in o.behind.gates]
     # Masks let them pass.
     bare = [k for k in seen if call.updates[k] is not None and not any(plan.active[j][k] for j in behind)]
     if bare:
@@ -102,7 +102,7 @@ def _call_opaque(call: Call, i: int, op: OpaqueOp) -> None:
     """Call an update whose inside is not known, on the trees that the user would see."""
     plan, state = call.plan, call.plan.states[i]
     flush(call, range(len(call.updates)))
-    updates, new_state = call_update(op.update, call.update_tree(), state, plan.param_tree(), call.extra)
+    updates, new_state = call_update(op.part, call.update_tree(), state, plan.param_tree(), call.extra)
     # What comes back may be a part of the old state or of the parameters, which are written to from here on.
     written = storages(state) | storages(plan.params.given)
     us = plan.params.updates("updates", updates)

@@ -11,7 +11,7 @@ from functional_lowbit._core.state.donate import storages
 from functional_lowbit._core.state.quantized import Layout, QuantizedTensor
 from functional_lowbit._core.step.noise import HALF, Noise
 from functional_lowbit._core.step.params import Params
-from functional_lowbit._core.step.program import HostGateOp, LeafOp, OpaqueOp, Program
+from functional_lowbit._core.step.program import OpaqueOp, Program, RuleOp
 from functional_lowbit._optree import Tree
 from functional_lowbit._refused import WrongValue
 from functional_lowbit.formats import Codec
@@ -107,7 +107,7 @@ def make_plan(program: Program, params: Params, state: Any, noise: Noise | None,
     beside = [None] * len(given) if widening is None else widening.beside(treedef, given, state)
     ops, states, active = list(program.ops()), list(program.states(state)), list(program.active(params.tree, treedef))
     moments = [
-        _moments(op, op_state, is_active, params) if isinstance(op, (LeafOp, HostGateOp)) else []
+        _moments(op, op_state, is_active, params) if isinstance(op, RuleOp) else []
         for op, op_state, is_active in zip(ops, states, active, strict=True)
     ]
     if donate:
@@ -120,7 +120,7 @@ def make_plan(program: Program, params: Params, state: Any, noise: Noise | None,
     return Plan(program, params, beside, ops, states, active, moments, noise)
 
 
-def _moments(op: LeafOp | HostGateOp, state: Any, active: Sequence[bool], params: Params) -> list[Moments]:
+def _moments(op: RuleOp, state: Any, active: Sequence[bool], params: Params) -> list[Moments]:
     """What an operation keeps of each leaf."""
     rule, paths = op.rule, params.paths
     fits.state_class(state, rule.state_class)

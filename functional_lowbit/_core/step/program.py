@@ -6,7 +6,7 @@ at whole trees, or is not known from the inside, stands between.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from functional_lowbit import _optree
 from functional_lowbit._core.leafwise.update import Leafwise
@@ -25,20 +25,31 @@ class Behind:
 
 
 @dataclass(frozen=True)
-class LeafOp:
-    """One elementwise leaf function."""
+class Op:
+    """One operation."""
 
-    rule: Leafwise
+    part: Any  # what is run
     behind: Behind
+
+
+class RuleOp(Op):
+    """An elementwise leaf function, which is run by kernels."""
+
+    @property
+    def rule(self) -> Leafwise:
+        """The leaf function."""
+        return self.part
+
+
+class LeafOp(RuleOp):
+    """One elementwise leaf function."""
 
 
 @dataclass(frozen=True)
-class HostGateOp:
-    """An elementwise leaf function, and behind it a gate that the host opens or keeps closed."""
+class HostGateOp(RuleOp):
+    """An elementwise leaf function, and behind it a gate that the host opens or keeps closed; a `HostGated` part."""
 
-    part: HostGated
     host: int
-    behind: Behind
 
     @property
     def rule(self) -> Leafwise:
@@ -47,39 +58,22 @@ class HostGateOp:
 
 
 @dataclass(frozen=True)
-class GateOp:
-    """A decision, for the whole tree, whether the operations behind the gate take effect."""
+class GateOp(Op):
+    """A decision, for the whole tree, whether the operations behind the gate take effect; a `Gated` part."""
 
-    part: Gated
     gate: int
-    behind: Behind
 
 
-@dataclass(frozen=True)
-class ObserveOp:
-    """A look at updates, state and parameters, at some steps."""
-
-    part: Observing
-    behind: Behind
+class ObserveOp(Op):
+    """A look at updates, state and parameters, at some steps; an `Observing` part."""
 
 
-@dataclass(frozen=True)
-class RenewOp:
-    """Numbers of this step, of which the operations behind it are made."""
-
-    part: Renewing
-    behind: Behind
+class RenewOp(Op):
+    """Numbers of this step, of which the operations behind it are made; a `Renewing` part."""
 
 
-@dataclass(frozen=True)
-class OpaqueOp:
+class OpaqueOp(Op):
     """An update function that is called as it is: nothing is known of it, or it reduces or needs whole leaves."""
-
-    update: Any
-    behind: Behind
-
-
-Op: TypeAlias = LeafOp | HostGateOp | GateOp | ObserveOp | RenewOp | OpaqueOp
 
 
 @dataclass(frozen=True)
@@ -96,7 +90,7 @@ class Program:
         """What is around everything else, if it widens parameters for what is inside, and that was taken apart."""
         return self.update if isinstance(self.update, Widening) and self.own is None else None
 
-    def ops(self) -> "Iterator[Op]":
+    def ops(self) -> Iterator[Op]:
         """All operations, in order."""
         if self.own is not None:
             yield self.own
@@ -153,11 +147,11 @@ def _lower(update: Any, behind: Behind, counters: list[int], is_outermost: bool 
     own: Op | None = None
     outside, before = behind, list(counters)
     if isinstance(update, Gated):
-        own = GateOp(update, counters[0], behind)
+        own = GateOp(update, behind, counters[0])
         behind = replace(behind, gates=(*behind.gates, counters[0]))
         counters[0] += 1
     elif isinstance(update, HostGated):
-        own = HostGateOp(update, counters[1], behind)
+        own = HostGateOp(update, behind, counters[1])
         behind = replace(behind, hosts=(*behind.hosts, counters[1]))
         counters[1] += 1
     elif isinstance(update, Observing):
@@ -178,4 +172,4 @@ def _lower(update: Any, behind: Behind, counters: list[int], is_outermost: bool 
 
 def _looks_at_moments(op: Op) -> bool:
     """Whether a function of whole trees is given the moments, and so needs all of them on one device."""
-    return isinstance(op, (LeafOp, HostGateOp)) and op.rule.prepare is not None and bool(op.rule.moments)
+    return isinstance(op, RuleOp) and op.rule.prepare is not None and bool(op.rule.moments)

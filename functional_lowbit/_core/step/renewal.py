@@ -38,7 +38,7 @@ def renewed(program: Program, update: Any) -> Program:
     if isinstance(own, OpaqueOp):
         compare(old, update)
     if own is not None:
-        own = replace(own, **{name: update for name in ("rule", "part", "update") if name in own.__dataclass_fields__})
+        own = replace(own, part=update)
     inside = update.inner if program.inner else ()  # an opaque one's stays closed
     inner = tuple(renewed(p, tx.update) for p, tx in zip(program.inner, inside, strict=True))
     return Program(update, own, inner)

@@ -11,15 +11,6 @@ from functional_lowbit._core.leafwise.update import Leafwise
 from functional_lowbit._core.state.parts import Pairing
 from functional_lowbit.formats import Codec
 
-UPDATE, PARAM = "update", "param"  # what comes from outside, and may be any tensor
-SCALARS = "scalars"  # the numbers that all leaves share, see `numbers_of`
-LENGTHS = "lengths"  # elements of each block that are not padding
-NOISE = ("noise.low", "noise.high", "noise.counter")  # `rounding.Words` of the first element of each block
-BESIDE = "beside"  # what a `Widening` keeps beside the parameter
-OUT = "out"  # takes the new update, where that is kept
-
-ONE = "one"  # the first of the scalars: 1, the same for all
-
 
 class Result(Enum):
     """What becomes of the updates."""
@@ -71,7 +62,7 @@ class KernelKey(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One argument of a kernel."""
+    """One argument of a kernel. Its name is one of those below, or that of a moment."""
 
     name: str
     dtype: torch.dtype
@@ -82,6 +73,14 @@ class Slot(NamedTuple):
     zero: float = 0.0  # what it holds where the leaf is 0
     read: bool = True  # else it is only written
     written: bool = False
+
+    UPDATE, PARAM = "update", "param"  # what comes from outside, and may be any tensor
+    SCALARS = "scalars"  # the numbers that all leaves share, see `numbers_of`
+    LENGTHS = "lengths"  # elements of each block that are not padding
+    NOISE = ("noise.low", "noise.high", "noise.counter")  # `rounding.Words` of the first element of each block
+    BESIDE = "beside"  # what a `Widening` keeps beside the parameter
+    OUT = "out"  # takes the new update, where that is kept
+    ONE = "one"  # the first of the scalars: 1, the same for all
 
     @property
     def shaped(self) -> bool:
@@ -97,21 +96,22 @@ def slots_of(key: KernelKey, lengths: bool = False) -> tuple[Slot, ...]:
         lengths: Whether it is told which elements of a block are padding; else it is not given them.
     """
     slots = [
-        Slot(UPDATE, key.grad_dtype, "element"),
-        Slot(PARAM, key.param_dtype, "element", written=key.apply),
-        Slot(SCALARS, torch.float32, "scalars", zero=1.0),
+        Slot(Slot.UPDATE, key.grad_dtype, "element"),
+        Slot(Slot.PARAM, key.param_dtype, "element", written=key.apply),
+        Slot(Slot.SCALARS, torch.float32, "scalars", zero=1.0),
     ]
     for i, stage in enumerate(key.stages):
         for field, codec in zip(stage.moments, stage.codecs, strict=True):
             slots += _of_moment(i, field, codec)
     if lengths:
-        slots.append(Slot(LENGTHS, torch.int32, "block"))
+        slots.append(Slot(Slot.LENGTHS, torch.int32, "block"))
     if key.stochastic:
-        slots += [Slot(name, torch.int32, kind) for name, kind in zip(NOISE, ("leaf", "leaf", "block"), strict=True)]
+        low, high, counter = Slot.NOISE
+        slots += [Slot(x, torch.int32, kind) for x, kind in ((low, "leaf"), (high, "leaf"), (counter, "block"))]
     if key.pairing is not None:
-        slots.append(Slot(BESIDE, key.pairing.dtype, "element", written=key.apply))
+        slots.append(Slot(Slot.BESIDE, key.pairing.dtype, "element", written=key.apply))
     if key.result is Result.KEPT:
-        slots.append(Slot(OUT, torch.float32, "element", read=False, written=True))
+        slots.append(Slot(Slot.OUT, torch.float32, "element", read=False, written=True))
     return tuple(slots)
 
 
@@ -134,7 +134,7 @@ def moment_names(stage: int, field: str) -> tuple[str, str]:
 
 def written(slots: Iterable[Slot]) -> list[Slot]:
     """The slots that a kernel writes, in the order of its results: the parameter, made of all else, is the last."""
-    return sorted((slot for slot in slots if slot.written), key=lambda slot: slot.name == PARAM)
+    return sorted((slot for slot in slots if slot.written), key=lambda slot: slot.name == Slot.PARAM)
 
 
 def of_leaf(slots: Iterable[Slot]) -> tuple[Slot, ...]:
@@ -150,4 +150,4 @@ def filled(slots: Sequence[Slot], tensors: Iterable[Tensor], **known: Tensor) ->
 
 def numbers_of(key: KernelKey) -> list[Any]:
     """The scalars in order: a 1, the gates by number (1 open, 0 closed), and each stage's by stage and name."""
-    return [ONE, *range(key.n_gates), *((i, name) for i, stage in enumerate(key.stages) for name in stage.scalars)]
+    return [Slot.ONE, *range(key.n_gates), *((i, name) for i, stage in enumerate(key.stages) for name in stage.scalars)]
