@@ -200,7 +200,7 @@ def _convert(library: str, saved: Any, target: Any, params: Tree, step: int | No
     elif params is not None:
         raise ValueError(f"{speaker}: params must be None for an optimizer, which knows its own")
     else:
-        places, parts = params_in_order(speaker, target), target.parts(speaker)
+        places, parts = params_in_order(speaker, target), target.parts()
     found = match(sides, source.params, places)
     reads = {name: reader(speaker, p, source.groups[p.group], fields) for name, p in found.items()}
     _refuse_nothing(speaker, [state for state, _ in parts], reads)

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from functional_lowbit._refused import speaking
 from functional_lowbit.convert._saved import SavedParam
 from functional_lowbit.optim._optimizer import Optimizer
 
@@ -19,7 +20,9 @@ def params_in_order(speaker: str, optimizer: Optimizer) -> dict[str, Tensor]:
     Raises:
         TypeError, ValueError: for groups whose parameters are others than those given.
     """
-    names = {id(p): name for _, params in optimizer.parts(speaker) for name, p in params.items()}
+    with speaking(speaker):
+        parts = optimizer.parts()
+    names = {id(p): name for _, params in parts for name, p in params.items()}
     return {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
 
 

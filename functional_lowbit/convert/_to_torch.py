@@ -116,7 +116,7 @@ def _place(target: Any) -> Saved:
 def _source(source: Any, params: Tree, entries: Mapping[str, str]) -> Source:
     if isinstance(source, Optimizer):
         known, reads = params_in_order(SPEAKER, source), {}
-        for state, _ in source.parts(SPEAKER):
+        for state, _ in source.parts():
             with speaking(SPEAKER):
                 interrupted.refuse(state)
             reads |= _reads(find_slots(state), entries)

@@ -29,12 +29,8 @@ def names() -> tuple[str, ...]:
     return tuple(_TABLE)
 
 
-def get(format: str | Format, speaker: str = "formats.get") -> Format:
+def get(format: str | Format) -> Format:
     """The format of a name; a `Format` is passed through.
-
-    Args:
-        format: One of `names()`, or a `Format`.
-        speaker: Who speaks in errors.
 
     Raises:
         ValueError: for a name that is none of `names()`.
@@ -43,7 +39,7 @@ def get(format: str | Format, speaker: str = "formats.get") -> Format:
     if isinstance(format, Format):
         return format
     if not isinstance(format, str):
-        raise TypeError(f"{speaker}: format must be a name or a Format, got {type(format).__name__}")
+        raise TypeError(f"formats.get: format must be a name or a Format, got {type(format).__name__}")
     if format not in _TABLE:
-        raise ValueError(f"{speaker}: format must be one of {', '.join(_TABLE)}; got {format!r}")
+        raise ValueError(f"formats.get: format must be one of {', '.join(_TABLE)}; got {format!r}")
     return _TABLE[format]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from functional_lowbit._core.contract.base import GradientTransformation
 from functional_lowbit._core.contract.refuse import is_transformation
+from functional_lowbit._refused import WrongType, WrongValue, speaking
 from functional_lowbit.optim._hyper import Hypers
 
 
@@ -21,17 +22,17 @@ class NumberlessGroup(dict[str, Any]):
         )
 
 
+@speaking("Optimizer")
 def check_tx(tx: Any, with_defaults: bool) -> None:
     """Refuse what is neither a transformation nor, with defaults, a function that makes one."""
     kind = type(tx).__name__
     if not with_defaults and not is_transformation(tx):
-        raise TypeError(
-            f"Optimizer: tx must be a GradientTransformation, got {kind}; a function that makes one needs defaults"
-        )
+        raise WrongType(f"tx must be a GradientTransformation, got {kind}; a function that makes one needs defaults")
     if with_defaults and (is_transformation(tx) or not callable(tx)):
-        raise TypeError(f"Optimizer: with defaults, tx must be a function of hyperparameters, got {kind}")
+        raise WrongType(f"with defaults, tx must be a function of hyperparameters, got {kind}")
 
 
+@speaking("Optimizer")
 def params_of(groups: Sequence[Mapping[str, Any]], members: Sequence[int], taken: Collection[str]) -> dict[str, Tensor]:
     """The parameters of some groups by name; without names, by their number through all groups.
 
@@ -51,30 +52,31 @@ def params_of(groups: Sequence[Mapping[str, Any]], members: Sequence[int], taken
         names = groups[i].get("param_names") or [str(first + k) for k in range(len(own))]
         for name, p in zip(names, own, strict=True):
             if name in params or name in taken:
-                raise ValueError(f"Optimizer: two parameters have the name {name!r}; rename one")
+                raise WrongValue(f"two parameters have the name {name!r}; rename one")
             if id(p) in seen:
-                raise ValueError(f"Optimizer: parameter {name!r} stands twice in group {i}; leave one out")
+                raise WrongValue(f"parameter {name!r} stands twice in group {i}; leave one out")
             if p.device.type == "meta":
-                raise ValueError(
-                    f"Optimizer: parameter {name!r} is on the meta device; give it memory first (Module.to_empty), "
-                    "since its state is made now"
+                raise WrongValue(
+                    f"parameter {name!r} is on the meta device; give it memory first (Module.to_empty), since its "
+                    "state is made now"
                 )
             params[name] = p
             seen.add(id(p))
     return params
 
 
-def refuse_numbers(speaker: str, groups: Sequence[Mapping[str, Any]], members: Sequence[int]) -> None:
+def refuse_numbers(groups: Sequence[Mapping[str, Any]], members: Sequence[int]) -> None:
     """Refuse a hyperparameter that would have no effect."""
     for i in members:
         for name, value in groups[i].items():
             if name != "params" and _has_numbers(value):
-                raise ValueError(
-                    f"{speaker}: group {i} has {name!r}, which a transformation does not read; give a function "
+                raise WrongValue(
+                    f"group {i} has {name!r}, which a transformation does not read; give a function "
                     "tx(**hyperparameters) and defaults"
                 )
 
 
+@speaking("Optimizer")
 def make_tx(
     function: Callable[..., Any], defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], index: int
 ) -> tuple[GradientTransformation, Hypers]:
@@ -84,7 +86,7 @@ def make_tx(
         TypeError, ValueError: for a hyperparameter that the transformation refuses, and for a function that makes none.
     """
     hypers = Hypers(function, defaults, groups[index])
-    tx = hypers.read("Optimizer: param_groups", groups, index)
+    tx = hypers.read("param_groups", groups, index)
     assert tx is not None  # no numbers were known yet
     return tx, hypers
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from functional_lowbit._core.contract.base import GradientTransformation
 from functional_lowbit._core.contract.refuse import is_transformation
+from functional_lowbit._refused import WrongType, WrongValue
 
 
 class Hypers:
@@ -29,14 +30,14 @@ class Hypers:
         self.fixed = {name: group[name] for name, value in defaults.items() if not _is_number(value)}
         self.accepted: list[float] | None = None  # the numbers that `function` was last called with
 
-    def read(self, where: str, groups: Sequence[Mapping[str, Any]], index: int) -> GradientTransformation | None:
+    def read(self, source: str, groups: Sequence[Mapping[str, Any]], index: int) -> GradientTransformation | None:
         """The transformation that the group's numbers make; None if they are those of the last time.
 
         The function is given floats; where a default is a tensor, a tensor: a copy of the group's own, which may be
         replaced, or written to where the group does not see it.
 
         Args:
-            where: Who speaks in errors, and what `groups` is called there: "Optimizer.step: param_groups".
+            source: What `groups` is called in errors.
             groups: The groups as they are now.
             index: Of the group that is read.
 
@@ -44,24 +45,23 @@ class Hypers:
             TypeError, ValueError: for what is missing, no number, not finite or out of its range, for a changed value
                 that is no number, and for a function that makes no transformation.
         """
-        speaker, _, source = where.partition(": ")
         numbers: list[float] = []
         given: dict[str, Any] = {}
         for name, default in self.defaults.items():
-            what = f"{speaker}: {name} of group {index}"
+            what = f"{name} of group {index}"
             if name not in groups[index]:
-                raise ValueError(f"{what} is missing; set {source}[{index}][{name!r}]")
+                raise WrongValue(f"{what} is missing; set {source}[{index}][{name!r}]")
             value = groups[index][name]
             if name in self.fixed:
                 given[name] = self.fixed[name]
                 if value is not given[name] and _as_list(value) != _as_list(given[name]):
-                    raise ValueError(
+                    raise WrongValue(
                         f"{what} was {given[name]!r} when the optimizer was made, got {value!r}; only numbers whose "
                         "default is a float can be changed"
                     )
             elif isinstance(default, (tuple, list)):
                 if not isinstance(value, (tuple, list)) or len(value) != len(default):
-                    raise ValueError(f"{what} must be {len(default)} numbers, got {value!r}")
+                    raise WrongValue(f"{what} must be {len(default)} numbers, got {value!r}")
                 own = [_number(what, v) for v in value]
                 given[name] = tuple(map(_argument, default, value, own))
                 numbers += own
@@ -70,19 +70,20 @@ class Hypers:
                 given[name] = _argument(default, value, numbers[-1])
         if numbers == self.accepted:
             return None
-        tx = self._made(f"{speaker}: group {index}", given)
+        tx = self._made(index, given)
         self.accepted = numbers
         return tx
 
-    def _made(self, speaker: str, given: Mapping[str, Any]) -> GradientTransformation:
+    def _made(self, index: int, given: Mapping[str, Any]) -> GradientTransformation:
         try:
             tx = self.function(**given)
         except (TypeError, ValueError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{speaker}: {error}") from error
+            kind = WrongType if isinstance(error, TypeError) else WrongValue
+            raise kind(f"group {index}: {error}") from error
         if not is_transformation(tx):
-            kind_of = type(tx).__name__
-            raise TypeError(f"{speaker}: tx(**hyperparameters) must return a GradientTransformation, got {kind_of}")
+            raise WrongType(
+                f"group {index}: tx(**hyperparameters) must return a GradientTransformation, got {type(tx).__name__}"
+            )
         return tx
 
 
@@ -108,11 +109,11 @@ def _as_list(value: Any) -> Any:
 
 def _number(what: str, value: Any) -> float:
     if isinstance(value, Tensor) and value.ndim:
-        raise ValueError(f"{what} must be a number, got a tensor of shape {tuple(value.shape)}")
+        raise WrongValue(f"{what} must be a number, got a tensor of shape {tuple(value.shape)}")
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{what} must be a number, got {value!r}") from error
+        raise WrongType(f"{what} must be a number, got {value!r}") from error
     if not math.isfinite(number):
-        raise ValueError(f"{what} must be finite, got {number}")
+        raise WrongValue(f"{what} must be finite, got {number}")
     return number

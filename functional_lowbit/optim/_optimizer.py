@@ -10,6 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from functional_lowbit._core.contract.base import GradientTransformation
 from functional_lowbit._core.step.compile import compile
+from functional_lowbit._refused import speaking
 from functional_lowbit.optim._groups import NumberlessGroup, check_tx, make_tx, params_of, refuse_numbers
 from functional_lowbit.optim._orphans import refuse_orphans
 from functional_lowbit.optim._param_tree import ParamTree
@@ -107,7 +108,8 @@ class Optimizer(Saved):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which makes a tree of its own: its steps count from 0, and a norm is that of the group."""
         if self._is_complete:
-            self._settle("Optimizer.add_param_group")
+            with speaking("Optimizer.add_param_group"):
+                self._settle()
         super().add_param_group(param_group)
         if self._is_complete:  # else torch's constructor is adding the first groups
             try:
@@ -116,12 +118,13 @@ class Optimizer(Saved):
                 self.param_groups.pop()
                 raise
 
+    @speaking("Optimizer")
     def _plant(self, members: list[int]) -> None:
         """Make the tree of some groups."""
         taken = {name for tree in self._trees for name in tree.params}
         params = params_of(self.param_groups, members, taken)
         if self._numbers is None:
-            refuse_numbers("Optimizer", self.param_groups, members)
+            refuse_numbers(self.param_groups, members)
             tx, hypers = self._tx, None
             for i in members:
                 if not isinstance(self.param_groups[i], NumberlessGroup):
@@ -139,7 +142,7 @@ class Optimizer(Saved):
         for name, p in tree.params.items():
             self.state[p] = dict(tree.live[name])
 
-    def _settle(self, speaker: str) -> None:
+    def _settle(self) -> None:
         """Refuse groups whose parameters are others than those given.
 
         Before the first step they may be: Accelerate puts the sharded parameters into the groups, each where the whole
@@ -157,7 +160,7 @@ class Optimizer(Saved):
                 self.state.clear()
                 self.state.update(old[2])
                 raise
-        check_params(speaker, self._given, self.param_groups)
+        check_params(self._given, self.param_groups)
 
     def _places(self) -> dict[str, Any]:
         """Where each parameter was when its tree was made, by name."""
@@ -183,12 +186,13 @@ class Optimizer(Saved):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._settle("Optimizer.step")
-        grads = [tree.check(self.state, alone=len(self._trees) == 1) for tree in self._trees]
-        if not self._was_looked_at:
-            refuse_orphans([(tree.params, own) for tree, own in zip(self._trees, grads, strict=True)])
-            self._was_looked_at = True
-        self._read_numbers("Optimizer.step: param_groups", self.param_groups)
+        with speaking("Optimizer.step"):
+            self._settle()
+            grads = [tree.check(self.state, alone=len(self._trees) == 1) for tree in self._trees]
+            if not self._was_looked_at:
+                refuse_orphans([(tree.params, own) for tree, own in zip(self._trees, grads, strict=True)])
+                self._was_looked_at = True
+            self._read_numbers("param_groups", self.param_groups)
         for tree, own in zip(self._trees, grads, strict=True):
             if any(g is not None for g in own.values()):
                 self._is_untouched = False
@@ -196,7 +200,7 @@ class Optimizer(Saved):
                     self._show(tree)
         return loss
 
-    def _read_numbers(self, where: str, groups: Sequence[Mapping[str, Any]]) -> None:
+    def _read_numbers(self, source: str, groups: Sequence[Mapping[str, Any]]) -> None:
         """Let each tree go on with the numbers of its group. Parameters and state are not written to."""
         for tree in self._trees:
-            tree.read_numbers(where, groups)
+            tree.read_numbers(source, groups)

@@ -7,6 +7,7 @@ from typing import Any, TypedDict, Unpack
 from torch import Tensor
 
 from functional_lowbit import formats
+from functional_lowbit._refused import WrongType, WrongValue
 from functional_lowbit.transforms._low_bit import FormatChoice, Where
 
 
@@ -83,11 +84,10 @@ HARMLESS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def checked(speaker: str, given: Mapping[str, Any], bits: int) -> dict[str, Any]:
+def checked(given: Mapping[str, Any], bits: int) -> dict[str, Any]:
     """Options with one name for each, without those of other libraries.
 
     Args:
-        speaker: Who speaks in errors.
         given: Options by name.
         bits: How many the class stands for.
 
@@ -97,7 +97,7 @@ def checked(speaker: str, given: Mapping[str, Any], bits: int) -> dict[str, Any]
     """
     unknown = next((name for name in given if name not in DEFAULTS), None)
     if unknown is not None:
-        raise TypeError(f"{speaker}: there is no argument {unknown!r}; there are {', '.join(DEFAULTS)}")
+        raise WrongType(f"there is no argument {unknown!r}; there are {', '.join(DEFAULTS)}")
     options = dict(given)
     for name, (values, way_out) in HARMLESS.items():
         if name in options:
@@ -105,30 +105,34 @@ def checked(speaker: str, given: Mapping[str, Any], bits: int) -> dict[str, Any]
             allowed = (*values, bits) if name == "optim_bits" else values
             if not any(value is x or (type(value) is type(x) and value == x) for x in allowed):
                 words = " or ".join(map(repr, allowed))
-                raise ValueError(f"{speaker}: {name} must be {words}, got {value!r}; {way_out}")
+                raise WrongValue(f"{name} must be {words}, got {value!r}; {way_out}")
     for name, own in (("min_8bit_size", "min_size"), ("bf16_stochastic_round", "stochastic_rounding")):
         value = options.pop(name, None)
         if value is not None:
             if own in options and options[own] != value:
-                raise ValueError(
-                    f"{speaker}: {name} is another name of {own}, but they are {value!r} and {options[own]!r}; give one"
+                raise WrongValue(
+                    f"{name} is another name of {own}, but they are {value!r} and {options[own]!r}; give one"
                 )
             options[own] = value
     for name in BOOLS:
         if name in options and not isinstance(options[name], bool):
-            raise TypeError(f"{speaker}: {name} must be a bool, got {options[name]!r}")
+            raise WrongType(f"{name} must be a bool, got {options[name]!r}")
     if not callable(options.get("where", callable)) and options["where"] is not None:
-        raise TypeError(f"{speaker}: where must be a function where(path, leaf), got {options['where']!r}")
+        raise WrongType(f"where must be a function where(path, leaf), got {options['where']!r}")
     if "format" in options:
-        options["format"] = _named(options["format"], speaker)
+        options["format"] = _named(options["format"])
     return options
 
 
-def _named(format: FormatChoice, speaker: str) -> Any:
+def _named(format: FormatChoice) -> Any:
     """A format by its name, or each of them; a Format that is not registered stays itself."""
     if isinstance(format, Mapping):
-        return {field: _named(own, speaker) for field, own in format.items()}
-    own = formats.get(format, speaker)
+        return {field: _named(own) for field, own in format.items()}
+    if not isinstance(format, (str, formats.Format)):
+        raise WrongType(f"format must be a name or a Format, got {type(format).__name__}")
+    if isinstance(format, str) and format not in formats.names():
+        raise WrongValue(f"format must be one of {', '.join(formats.names())}; got {format!r}")
+    own = formats.get(format)
     return own.name if own.name in formats.names() and formats.get(own.name) is own else own
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_lowbit._private import parameters_of
+from functional_lowbit._refused import WrongValue
 
 
 def refuse_orphans(trees: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Any]]]) -> None:
@@ -35,10 +36,10 @@ def refuse_orphans(trees: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Any]
     others = [p for p in held.values() if p.grad is not None and id(p) not in stepped]
     if lost and Counter(tuple(p.shape) for p in lost.values()) <= Counter(tuple(p.shape) for p in others):
         name, p = next(iter(lost.items()))
-        raise ValueError(
-            f"Optimizer.step: parameter {name!r} has no gradient and is in no module, but a module has another one of "
-            f"its shape {tuple(p.shape)}, with a gradient; the model got new parameters after the optimizer was made "
-            "(by fully_shard, parallelize_module, load_state_dict(assign=True)), so make the optimizer afterwards"
+        raise WrongValue(
+            f"parameter {name!r} has no gradient and is in no module, but a module has another one of its shape "
+            f"{tuple(p.shape)}, with a gradient; the model got new parameters after the optimizer was made (by "
+            "fully_shard, parallelize_module, load_state_dict(assign=True)), so make the optimizer afterwards"
         )
 
 

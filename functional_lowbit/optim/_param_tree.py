@@ -11,7 +11,7 @@ from functional_lowbit._core.contract import interrupted
 from functional_lowbit._core.contract.base import GradientTransformation
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.step.step import Step
-from functional_lowbit._refused import WrongValue, speaking, words_of
+from functional_lowbit._refused import WrongValue, words_of
 from functional_lowbit.optim import _entries
 from functional_lowbit.optim._groups import refuse_numbers
 from functional_lowbit.optim._hyper import Hypers
@@ -58,29 +58,27 @@ class ParamTree:
         own = _entries.entries_of(state, self.params)
         return {p: _entries.save(own.leaves[name], own.named, p.device) for name, p in self.params.items()}
 
-    def read_numbers(self, where: str, groups: Sequence[Mapping[str, Any]]) -> None:
+    def read_numbers(self, source: str, groups: Sequence[Mapping[str, Any]]) -> None:
         """Go on with the transformation that the group's numbers make. Nothing is compiled for it.
 
         Args:
-            where: Who speaks in errors, and what `groups` is called there: "Optimizer.step: param_groups".
+            source: What `groups` is called in errors.
             groups: The groups as they are now.
 
         Raises:
             TypeError, ValueError: for numbers that do not fit.
         """
-        speaker = where.partition(":")[0]
         if self.hypers is None:
-            refuse_numbers(speaker, groups, self.groups)
+            refuse_numbers(groups, self.groups)
             return
         before = self.hypers.accepted
-        tx = self.hypers.read(where, groups, self.groups[0])
+        tx = self.hypers.read(source, groups, self.groups[0])
         if tx is not None:
             try:
                 self.step.renew(tx)
             except ValueError as error:
                 self.hypers.accepted = before
-                reason = f"group {self.groups[0]}: {words_of(error, 'Step.renew')}"
-                raise WrongValue(reason, speaker=speaker) from error
+                raise WrongValue(f"group {self.groups[0]}: {words_of(error, 'Step.renew')}") from error
 
     def check(self, held: Mapping[Tensor, Any], alone: bool) -> dict[str, Tensor | None]:
         """Look at everything before anything is written, and return the gradients.
@@ -94,9 +92,9 @@ class ParamTree:
         """
         for (name, p), place in zip(self.params.items(), self.places, strict=True):
             if (now := place_of(p)) != place:
-                raise ValueError(
-                    f"Optimizer.step: parameter {name!r} was {_words(*place)} when the optimizer was made, and is "
-                    f"{_words(*now)} now; make the optimizer after the model is moved and sharded"
+                raise WrongValue(
+                    f"parameter {name!r} was {_words(*place)} when the optimizer was made, and is {_words(*now)} now; "
+                    "make the optimizer after the model is moved and sharded"
                 )
             entries = held.get(p, {})
             for key, value in self.live[name].items():
@@ -106,14 +104,13 @@ class ParamTree:
                 if _entries.is_copy(other, value):  # Lightning moves all of the state to the parameters' device
                     entries[key] = value
                 else:
-                    raise ValueError(
-                        f"Optimizer.step: {key!r} in the state of {name!r} was replaced; use load_state_dict, which "
-                        "writes into the optimizer's own tensors"
+                    raise WrongValue(
+                        f"{key!r} in the state of {name!r} was replaced; use load_state_dict, which writes into the "
+                        "optimizer's own tensors"
                     )
         grads = {name: p.grad if p.requires_grad else None for name, p in self.params.items()}
         if not alone:
-            with speaking("Optimizer.step"):
-                fits.updates(list(self.params), list(grads.values()), list(self.params.values()))
+            fits.updates(list(self.params), list(grads.values()), list(self.params.values()))
         return grads
 
     def update_(self, grads: Mapping[str, Tensor | None]) -> bool:
@@ -137,17 +134,16 @@ class ParamTree:
                 speaker = f"Optimizer.load_state_dict: the state of {name!r}"
                 new[name] = _entries.load(speaker, self.leaves[name], saved[p], convert)
             elif p.requires_grad:
-                raise ValueError(
-                    f"Optimizer.load_state_dict: state_dict has no state of {name!r}; save it with the optimizer that "
-                    "has this parameter"
+                raise WrongValue(
+                    f"state_dict has no state of {name!r}; save it with the optimizer that has this parameter"
                 )
         for key in self.shared:
             values = [(name, leaves[key]) for name, leaves in new.items() if self.params[name].requires_grad]
             for name, value in values[1:]:
                 if not _entries.equal(value, values[0][1]):
-                    raise ValueError(
-                        f"Optimizer.load_state_dict: {key!r} is {values[0][1]} for {values[0][0]!r} and {value} for "
-                        f"{name!r}, but one step updates both; load into an optimizer with the groups of the saved one"
+                    raise WrongValue(
+                        f"{key!r} is {values[0][1]} for {values[0][0]!r} and {value} for {name!r}, but one step "
+                        "updates both; load into an optimizer with the groups of the saved one"
                     )
         return new
 

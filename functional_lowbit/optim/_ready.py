@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch.optim.optimizer import ParamsT
 
 from functional_lowbit._core.contract.base import GradientTransformation
+from functional_lowbit._refused import WrongValue, speaking
 from functional_lowbit.formats import Format
 from functional_lowbit.optim._groups import params_of
 from functional_lowbit.optim._optimizer import Optimizer
@@ -47,10 +48,11 @@ class Ready(Optimizer):
         options: Mapping[str, Any],
     ):
         speaker = type(self).__name__
-        own = {**DEFAULTS, **self.OWN, **checked(speaker, options, self.BITS)}
+        with speaking(speaker):
+            own = {**DEFAULTS, **self.OWN, **checked(options, self.BITS)}
         betas = hyperparams.get("betas", (0.0, 0.0))
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-            raise ValueError(f"{speaker}: betas must be 2 numbers, got {betas!r}")
+            raise WrongValue(f"betas must be 2 numbers, got {betas!r}", speaker=speaker)
         numbers = {name: _as_numbers(value) for name, value in hyperparams.items()}
         self._where = own["where"]
         self._for_all = {name: own[name] for name in OF_ALL}
@@ -63,23 +65,24 @@ class Ready(Optimizer):
             key=own["key"] if own["stochastic_rounding"] else None,
         )
         if self._where is not None and all(group["where"] is None for group in self.param_groups):
-            raise ValueError(
-                f"{speaker}: where matched no leaf; it is called as where(path, leaf), path like 'a.0.weight'"
-            )
+            reason = "where matched no leaf; it is called as where(path, leaf), path like 'a.0.weight'"
+            raise WrongValue(reason, speaker=speaker)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which may have its own numbers, format, block_size, min_size, where and maximize."""
         if isinstance(param_group, dict):
-            speaker = f"{type(self).__name__}: group {len(self.param_groups)}"
+            number = len(self.param_groups)
             mine = {name: value for name, value in param_group.items() if name in DEFAULTS}
             rest = {name: value for name, value in param_group.items() if name not in mine}
             foreign = {name: value for name, value in mine.items() if name in HARMLESS}
-            own = checked(speaker, mine, self.BITS)
+            with speaking(f"{type(self).__name__}: group {number}"):
+                own = checked(mine, self.BITS)
             for name, value in self._for_all.items():  # ZeroRedundancyOptimizer puts all arguments into the groups
                 if (found := own.pop(name, value)) != value:
-                    raise ValueError(
-                        f"{speaker} has {name} = {found!r}, which is the same for all groups; give it to the "
-                        "constructor"
+                    raise WrongValue(
+                        f"group {number} has {name} = {found!r}, which is the same for all groups; give it to the "
+                        "constructor",
+                        speaker=type(self).__name__,
                     )
             param_group = {**rest, **foreign, **own}
         super().add_param_group(param_group)

@@ -9,7 +9,7 @@ from torch import Tensor
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation
 from functional_lowbit._core.leafwise.leafwise import leafwise
-from functional_lowbit._refused import speaking
+from functional_lowbit._refused import WrongType, WrongValue, speaking
 from functional_lowbit.transforms._adam import scale_by_adam
 from functional_lowbit.transforms._chain import chain
 from functional_lowbit.transforms._decay import add_decayed_weights
@@ -28,35 +28,40 @@ def _float(x: Any) -> Any:
     return float(x) if isinstance(x, Tensor) else x
 
 
+@speaking("adamw")
 def adamw(lr: float, betas: Any, eps: float, weight_decay: float, **how: Any) -> GradientTransformation:
     """Adam with decoupled decay, as torch.optim.AdamW."""
-    return _stored([scale_by_adam(betas[0], betas[1], eps), add_decayed_weights(weight_decay)], "adamw", lr, **how)
+    return _stored([scale_by_adam(betas[0], betas[1], eps), add_decayed_weights(weight_decay)], lr, **how)
 
 
+@speaking("adam")
 def adam(lr: float, betas: Any, eps: float, weight_decay: float, **how: Any) -> GradientTransformation:
     """Adam whose decay is added to the gradient, as torch.optim.Adam."""
-    return _stored([add_decayed_weights(weight_decay), scale_by_adam(betas[0], betas[1], eps)], "adam", lr, **how)
+    return _stored([add_decayed_weights(weight_decay), scale_by_adam(betas[0], betas[1], eps)], lr, **how)
 
 
+@speaking("lion")
 def lion(lr: float, betas: Any, weight_decay: float, **how: Any) -> GradientTransformation:
     """Lion, with decoupled decay."""
-    return _stored([scale_by_lion(*betas), add_decayed_weights(weight_decay)], "lion", lr, **how)
+    return _stored([scale_by_lion(*betas), add_decayed_weights(weight_decay)], lr, **how)
 
 
+@speaking("sgd")
 def sgd(
     lr: float, momentum: float, dampening: float, weight_decay: float, nesterov: bool, **how: Any
 ) -> GradientTransformation:
     """SGD whose decay is added to the gradient, as torch.optim.SGD. Without momentum there is no buffer."""
     if not isinstance(nesterov, bool):
-        raise TypeError(f"sgd: nesterov must be a bool, got {nesterov!r}")
+        raise WrongType(f"nesterov must be a bool, got {nesterov!r}")
     if nesterov and (momentum == 0 or dampening != 0):
-        raise ValueError(f"sgd: nesterov=True needs momentum > 0 and dampening = 0, got {momentum} and {dampening}")
+        raise WrongValue(f"nesterov=True needs momentum > 0 and dampening = 0, got {momentum} and {dampening}")
     inner = [add_decayed_weights(weight_decay)]
     if momentum != 0:
         inner.append(damped_trace(momentum, dampening, nesterov))
-    return _stored(inner, "sgd", lr, **how)
+    return _stored(inner, lr, **how)
 
 
+@speaking("sgd")
 def damped_trace(momentum: float, dampening: float, nesterov: bool = False) -> GradientTransformation:
     """Replace updates by a decaying sum that the first one enters whole, and later ones by 1 - dampening.
 
@@ -71,9 +76,8 @@ def damped_trace(momentum: float, dampening: float, nesterov: bool = False) -> G
     References:
         torch.optim.SGD. There a parameter's first gradient is meant, here the first step.
     """
-    with speaking("sgd"):
-        refuse.hyperparameter("momentum", momentum, at_least=0.0)
-        refuse.hyperparameter("dampening", dampening)
+    refuse.hyperparameter("momentum", momentum, at_least=0.0)
+    refuse.hyperparameter("dampening", dampening)
     return leafwise(
         _look_ahead if nesterov else _sum_up,
         state=TraceState,
@@ -99,7 +103,6 @@ def _look_ahead(g: Tensor, s: TraceState, p: Tensor, c: Any) -> tuple[Tensor, Tr
 
 def _stored(
     inner: list[GradientTransformation],
-    speaker: str,
     lr: float,
     *,
     maximize: bool,
@@ -109,7 +112,6 @@ def _stored(
     where: Where | None,
 ) -> GradientTransformation:
     """The rule in front of its learning rate, with moments in few bits."""
-    with speaking(speaker):
-        refuse.hyperparameter("lr", lr, at_least=0.0)
+    refuse.hyperparameter("lr", lr, at_least=0.0)
     tx = chain(*([scale(-1.0)] if maximize else []), *inner, scale_by_learning_rate(lr))
     return low_bit(tx, format, block_size=block_size, min_size=min_size, where=where)

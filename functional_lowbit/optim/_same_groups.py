@@ -6,12 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+from functional_lowbit._refused import WrongValue, speaking
 
-def check_params(speaker: str, given: Sequence[Mapping[str, Tensor]], groups: Sequence[Mapping[str, Any]]) -> None:
+
+def check_params(given: Sequence[Mapping[str, Tensor]], groups: Sequence[Mapping[str, Any]]) -> None:
     """Refuse groups that were changed by hand: the optimizer has no state of what is new, and would not step it.
 
     Args:
-        speaker: Who speaks in errors.
         given: Of each group, parameter by name, when the group was added.
         groups: The groups as they are now.
 
@@ -19,9 +20,9 @@ def check_params(speaker: str, given: Sequence[Mapping[str, Tensor]], groups: Se
         ValueError: for groups and parameters that were added, taken out, replaced or moved.
     """
     if len(groups) != len(given):
-        raise ValueError(
-            f"{speaker}: param_groups has {len(groups)} groups, but {len(given)} were given; add one with "
-            "add_param_group, and make a new optimizer to leave one out"
+        raise WrongValue(
+            f"param_groups has {len(groups)} groups, but {len(given)} were given; add one with add_param_group, and "
+            "make a new optimizer to leave one out"
         )
     for i, (own, group) in enumerate(zip(given, groups, strict=True)):
         now = group["params"]
@@ -30,22 +31,20 @@ def check_params(speaker: str, given: Sequence[Mapping[str, Tensor]], groups: Se
         here = {id(p) for p in now}
         for name, p in own.items():
             if id(p) not in here:
-                raise ValueError(
-                    f"{speaker}: parameter {name!r} was replaced in group {i}, or taken out of it; make a new optimizer"
+                raise WrongValue(
+                    f"parameter {name!r} was replaced in group {i}, or taken out of it; make a new optimizer"
                 )
         known = {id(p) for p in own.values()}
         for k, p in enumerate(now):
             if id(p) not in known:
                 shape = tuple(getattr(p, "shape", ()))
-                raise ValueError(
-                    f"{speaker}: parameter {k} of group {i}, of shape {shape}, was put there by hand; take it out and "
-                    "give it to add_param_group"
+                raise WrongValue(
+                    f"parameter {k} of group {i}, of shape {shape}, was put there by hand; take it out and give it to "
+                    "add_param_group"
                 )
         names = {id(p): name for name, p in own.items()}
         k = next((k for k, (p, q) in enumerate(zip(own.values(), now, strict=False)) if p is not q), len(own))
-        raise ValueError(
-            f"{speaker}: parameter {names[id(now[k])]!r} of group {i} was put at position {k}; make a new optimizer"
-        )
+        raise WrongValue(f"parameter {names[id(now[k])]!r} of group {i} was put at position {k}; make a new optimizer")
 
 
 def place_of(p: Tensor) -> tuple[Any, ...]:
@@ -79,6 +78,7 @@ def are_like(
     return has_changed
 
 
+@speaking("Optimizer.load_state_dict")
 def check_file(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> None:
     """Refuse a file without its parts, or of parameters by other names: torch's loading goes by position.
 
@@ -99,9 +99,9 @@ def check_file(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) ->
         names, saved_names = (group.get("param_names") or () for group in (own, other))
         for k, (name, there) in enumerate(zip(names, saved_names, strict=False)):
             if name != there:
-                raise ValueError(
-                    f"Optimizer.load_state_dict: parameter {k} of group {i} is {name!r}, but {there!r} in state_dict; "
-                    "use set_optimizer_state_dict, which goes by name, or delete 'param_names' from the groups of "
+                raise WrongValue(
+                    f"parameter {k} of group {i} is {name!r}, but {there!r} in state_dict; use "
+                    "set_optimizer_state_dict, which goes by name, or delete 'param_names' from the groups of "
                     "state_dict to load by position"
                 )
 
@@ -117,4 +117,4 @@ def _has(what: str, holder: Any, key: str, kind: type) -> None:
         problem = f"entry {key!r} of {what} must be a {wanted}, got {type(holder[key]).__name__}"
     else:
         return
-    raise ValueError(f"Optimizer.load_state_dict: {problem}; it must come from Optimizer.state_dict")
+    raise WrongValue(f"{problem}; it must come from Optimizer.state_dict")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_lowbit._refused import WrongType, WrongValue, speaking
 from functional_lowbit.optim._param_tree import ParamTree
 from functional_lowbit.optim._same_groups import check_file
 
@@ -36,10 +37,10 @@ class Saved(torch.optim.Optimizer):
     def _show(self, tree: ParamTree) -> None:
         raise NotImplementedError
 
-    def _settle(self, speaker: str) -> None:
+    def _settle(self) -> None:
         raise NotImplementedError
 
-    def _read_numbers(self, where: str, groups: Sequence[Mapping[str, Any]]) -> None:
+    def _read_numbers(self, source: str, groups: Sequence[Mapping[str, Any]]) -> None:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -48,7 +49,8 @@ class Saved(torch.optim.Optimizer):
         Raises:
             ValueError: for groups whose parameters are others than when they were added.
         """
-        self._settle("Optimizer.state_dict")
+        with speaking("Optimizer.state_dict"):
+            self._settle()
         handle = self.register_state_dict_post_hook(_save_state, prepend=True)
         try:
             return super().state_dict()
@@ -70,10 +72,10 @@ class Saved(torch.optim.Optimizer):
                 refuse, state that is missing or belongs to no parameter, and a leaf of another format, block size,
                 shape, dtype or sharding.
         """
-        if not isinstance(state_dict, Mapping):
-            kind = type(state_dict).__name__
-            raise TypeError(f"Optimizer.load_state_dict: state_dict must be a dict, got {kind}")
-        self._settle("Optimizer.load_state_dict")
+        with speaking("Optimizer.load_state_dict"):
+            if not isinstance(state_dict, Mapping):
+                raise WrongType(f"state_dict must be a dict, got {type(state_dict).__name__}")
+            self._settle()
         # torch would cast the state to the parameters' dtype. This hook is the last, after the user's.
         handle = self.register_load_state_dict_pre_hook(partial(_hide_state, convert=convert))
         try:
@@ -83,7 +85,8 @@ class Saved(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy. As in torch, hooks are left behind."""
-        self._settle("Optimizer")
+        with speaking("Optimizer"):
+            self._settle()
         return {
             "defaults": self.defaults,
             "param_groups": self.param_groups,
@@ -107,16 +110,13 @@ class Saved(torch.optim.Optimizer):
                 self._plant(members)
         self._load(saved, state["param_groups"], any(v.convert for v in hidden))
 
-    def parts(self, speaker: str = "Optimizer.parts") -> list[tuple[Any, dict[str, Tensor]]]:
+    def parts(self) -> list[tuple[Any, dict[str, Tensor]]]:
         """The state of each tree of parameters, and these by name. `fl.convert` reads them; nothing may be written.
-
-        Args:
-            speaker: Who speaks in errors.
 
         Raises:
             ValueError: for groups whose parameters are others than when they were added.
         """
-        self._settle(speaker)
+        self._settle()
         return [(tree.state, tree.params) for tree in self._trees]
 
     def state_dict_with(self, states: Sequence[Any]) -> dict[str, Any]:
@@ -134,16 +134,17 @@ class Saved(torch.optim.Optimizer):
         """What is saved of a group."""
         return group
 
+    @speaking("Optimizer.load_state_dict")
     def _load(self, saved: Mapping[Any, Any], groups: list[dict[str, Any]], convert: bool) -> None:
         for key in saved:
             if key not in self.state:
-                raise ValueError(f"Optimizer.load_state_dict: state_dict has state of {key!r}, which is in no group")
+                raise WrongValue(f"state_dict has state of {key!r}, which is in no group")
         groups = [
             {**group, **{name: value for name, value in own.items() if name in self.LAYOUT}}
             for own, group in zip(self.param_groups, groups, strict=True)
         ]
         new = [tree.checked(saved, convert) for tree in self._trees]
-        self._read_numbers("Optimizer.load_state_dict: state_dict['param_groups']", groups)
+        self._read_numbers("state_dict['param_groups']", groups)
         self._is_untouched &= all(tree.has(leaves) for tree, leaves in zip(self._trees, new, strict=True))
         for tree, leaves in zip(self._trees, new, strict=True):
             tree.take_(leaves)
