@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from tiers import mark_rows
 from world import World
 
 # Hypothesis fails a test whose example takes more than 0.2 s, which on a busy machine any may.
@@ -19,6 +20,13 @@ settings.load_profile("untimed")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 MOUNT = ["unshare", "--mount", "--map-root-user"]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest goes by the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what only `make test-all` runs."""
+    mark_rows(items)
+
 
 # Processes that last, so that a test costs a job and not a start.
 

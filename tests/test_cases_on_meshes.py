@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import world as w
+from tiers import slow_unless
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -175,6 +176,7 @@ def case_15(shape: tuple[int, int], backend: str, mesh: tuple[int, ...] | None) 
     return seen
 
 
+@slow_unless(lambda world: world == 2)
 @pytest.mark.parametrize(
     ("world", "mesh", "shape", "backend"),
     [(2, (2, 1), (4096, 512), "native"), (4, (2, 2), (33, 512), "eager")],

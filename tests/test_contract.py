@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import CASES
 from helpers import clone, leaves, random_like, run_pure, run_step, same
+from tiers import slow_unless
 from torch import Tensor
 
 import functional_lowbit as fl
@@ -95,6 +96,7 @@ def _with(given: Any, grads: Any) -> tuple[Any, Any, Any]:
     return given[0], grads, given[1]
 
 
+@slow_unless(lambda name: name == "adamw8bit")
 @pytest.mark.parametrize("name", ["adamw8bit", "lion8bit", "chain", "apply_if_finite", "adamw masked"])
 def test_inductor_gives_the_same_bits(name):
     tx, params = CASES[name].make(), make_params()
@@ -135,6 +137,7 @@ def _stored(state: Any) -> list[fl.QuantizedTensor]:
     return [x for x in nodes if isinstance(x, fl.QuantizedTensor)]
 
 
+@slow_unless(lambda backend, format: backend == "native" or format == "root4")
 @pytest.mark.parametrize("backend", ["native", "inductor"])
 @pytest.mark.parametrize("format", fl.formats.names())
 def test_every_format_compiled(format, backend):

@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import slow
 
 from functional_lowbit import formats
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@slow
 def test_study_fills_the_marked_places(tmp_path: Path):
     for library in ("matplotlib", "tqdm"):
         pytest.importorskip(library)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import world as w
+from tiers import slow
 from torch import Tensor
 from torch.distributed.tensor import Shard
 from world import World
@@ -148,6 +149,7 @@ def segment_of(segment: Segment, loaded: str | None, saved: str) -> Any:
     return found, graphs, os.getpid(), resident()
 
 
+@slow
 def test_soak(place: Path) -> None:
     segments = plan(0)
     assert {s.ranks for s in segments} == {1, 2, 3, 4}

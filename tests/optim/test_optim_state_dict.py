@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import world as w
 from optim_on_ranks import MORE, RULES, SAVED_AT, WAYS, bits, fresh, get, through_dcp, train
+from tiers import slow, slow_unless
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     set_model_state_dict,
@@ -85,6 +86,7 @@ def checkpoints(place: Path) -> Callable[[str, int], Any]:
     return make
 
 
+@slow
 @pytest.mark.parametrize("rule", RULES)
 def test_one_result_at_every_number_of_ranks(checkpoints: Callable[[str, int], Any], rule: str) -> None:
     alone = checkpoints(rule, 0)[1][0]
@@ -95,6 +97,7 @@ def test_one_result_at_every_number_of_ranks(checkpoints: Callable[[str, int], A
 OTHER = {1: (4,), 2: (0, 1), 4: (2,)}  # where a world's checkpoints come from
 
 
+@slow_unless(lambda world: world == 2)
 @pytest.mark.parametrize("world", OTHER, indirect=True, ids="W={}".format)
 @pytest.mark.parametrize("rule", RULES)
 def test_goes_on_at_another_number_of_ranks(world: World, checkpoints: Callable[[str, int], Any], rule: str) -> None:
@@ -104,6 +107,7 @@ def test_goes_on_at_another_number_of_ranks(world: World, checkpoints: Callable[
             assert found == dict.fromkeys(WAYS, uninterrupted[0])
 
 
+@slow_unless(lambda shape: shape == (2, 2))
 @pytest.mark.parametrize("world", [4], indirect=True, ids="W={}".format)
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4)], ids=str)
 def test_goes_on_in_hsdp(world: World, checkpoints: Callable[[str, int], Any], shape: tuple[int, int]) -> None:

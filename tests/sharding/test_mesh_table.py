@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import world as w
 from moment_bounds import AdamW, bounds
+from tiers import slow_unless
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -139,6 +140,7 @@ def is_cut(format: str, cut: Cut) -> bool:
 WHY = "; the mesh cuts its rows, so each shard has blocks of its own"
 
 
+@slow_unless(lambda world, format: world == 2 or (world == 3 and format == "companded8"))
 @pytest.mark.parametrize("world", [2, 3, 4], indirect=True, ids="W={}".format)
 @pytest.mark.parametrize(
     ("format", "clipped"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import bits, clone, random_like, refuses, run_pure, run_step, same
 from hypothesis import example, given, strategies as st
+from tiers import slow_unless
 from torch import Tensor
 
 import functional_lowbit as fl
@@ -185,6 +186,7 @@ def test_compiled_eager_and_pure_give_the_same_bits(dtype, n_bits):
         assert got[1][1].error["w"] is state[1].error["w"]  # donated too
 
 
+@slow_unless(lambda backend, n_bits: backend == "native" or n_bits == 8)
 @EACH_HALF
 @EACH_BITS
 @pytest.mark.parametrize("backend", ["native", "inductor"])

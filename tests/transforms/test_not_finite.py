@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import world as w
+from tiers import slow_unless
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -109,6 +110,7 @@ PLACES = [
 NOTHING = [(4, "nothing", way, "companded8") for way in ("native", "eager", "pure")]
 
 
+@slow_unless(lambda world, way: world < 4 or way == "native")
 @pytest.mark.parametrize(("world", "setup", "way", "format"), [*PLACES, *NOTHING], indirect=["world"], ids=str)
 def test_all_ranks_leave_the_step_out(world: World, setup: str, way: str, format: str) -> None:
     shapes = SETUPS[setup][0]
@@ -140,6 +142,7 @@ def unguarded(setup: str, way: str, format: str) -> Any:
     return {n: w.whole(p).isfinite().logical_not().flatten().nonzero().flatten().tolist() for n, p in params.items()}
 
 
+@slow_unless(lambda world, way: world < 4 or way == "native")
 @pytest.mark.parametrize(("world", "setup", "way", "format"), PLACES, indirect=["world"], ids=str)
 def test_without_a_guard_one_element_is_spoilt(world: World, setup: str, way: str, format: str) -> None:
     for spoilt in world.run(unguarded, setup, way, format):

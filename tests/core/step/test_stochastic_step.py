@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import clone, random_like, refuses, same
+from tiers import slow_unless
 
 import functional_lowbit as fl
 
@@ -30,6 +31,7 @@ def _pure(tx, params, grads, key):
     return params, state
 
 
+@slow_unless(lambda backend, format, dtypes: backend != "inductor" or (format, dtypes) == ("companded8", "bfloat16"))
 @pytest.mark.parametrize("backend", ["native", "eager", "inductor"])
 @pytest.mark.parametrize("dtypes", ["bfloat16", "float16"])
 @pytest.mark.parametrize("format", ["companded8", "float32"])
