@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import world as w
-from tiers import slow_unless
+from tiers import slow, slow_unless
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -102,6 +102,7 @@ def case_5_step(model: nn.Module, params: Any, step: Any, state: Any, k: int) ->
     return state, loss.item()
 
 
+@slow
 @pytest.mark.parametrize("world", [2], indirect=True, ids="W={}".format)
 @pytest.mark.parametrize("rounding", ["stochastic"])  # to the nearest: test_resume.py
 def test_case_5_goes_on_as_if_nothing_had_happened(world: World, place: Path, rounding: str) -> None:
@@ -176,7 +177,7 @@ def case_15(shape: tuple[int, int], backend: str, mesh: tuple[int, ...] | None) 
     return seen
 
 
-@slow_unless(lambda world: world == 2)
+@slow_unless(lambda backend: backend == "eager")
 @pytest.mark.parametrize(
     ("world", "mesh", "shape", "backend"),
     [(2, (2, 1), (4096, 512), "native"), (4, (2, 2), (33, 512), "eager")],

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import world as w
-from tiers import slow_unless
+from tiers import slow, slow_unless
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from world import World
@@ -178,7 +178,7 @@ def test_case_4_an_empty_last_shard_stops_nothing(
 CASE_12 = Path(__file__).parent / "support" / "case_12.py"
 
 
-@slow_unless(lambda backend: backend == "native")
+@slow
 @pytest.mark.parametrize("backend", ["native", "inductor"])
 def test_case_12_the_same_job_twice_with_one_compile_cache(place: Path, backend: str) -> None:
     """The whole job in fresh processes, as torchrun starts them; the second time with a warm cache on disk."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import world as w
+from tiers import slow
 from world import World
 
 two = pytest.mark.parametrize("world", [2], indirect=True, ids="W={}".format)
@@ -33,6 +34,7 @@ def warn() -> None:
     torch.tensor(torch.ones(()))  # torch warns
 
 
+@slow
 @two
 def test_a_hanging_rank_shows_its_stack(world: World) -> None:
     begin = time.monotonic()

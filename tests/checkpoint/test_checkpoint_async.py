@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoint_states import make_tree, names_in
 from helpers import clone, refuses, same
+from tiers import slow
 
 import functional_lowbit as fl
 from functional_lowbit.checkpoint import _folder, _save
@@ -70,6 +71,7 @@ fl.checkpoint.save(sys.argv[1], {"w": torch.ones(4_000_000)})
 """
 
 
+@slow
 def test_one_path_is_not_written_by_two_processes(tmp_path: Path) -> None:
     """One is stopped while it writes; a killed one keeps nobody out (`test_killed_at_any_moment`)."""
     path = tmp_path / "a"

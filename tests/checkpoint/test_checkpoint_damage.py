@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoint_states import make_tree, names_in
 from helpers import clone, refuses, same
+from tiers import slow
 
 import functional_lowbit as fl
 from functional_lowbit.checkpoint import _files, _folder
@@ -156,6 +157,7 @@ for k in range(20):
 """
 
 
+@slow
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """One that saves without a pause is killed; each time there is a whole checkpoint, and the next save tidies up."""
     subprocess.run([sys.executable, "-c", KILLER, str(tmp_path)], check=True, timeout=120)

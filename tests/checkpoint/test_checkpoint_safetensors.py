@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 from checkpoint_states import after_two_steps, make_params
 from helpers import refuses, same
+from tiers import slow
 
 import functional_lowbit as fl
 
@@ -67,6 +68,7 @@ def test_several_write_one_safetensors_file(tmp_path):
     assert [x.name for x in tmp_path.iterdir()] == ["a.safetensors"]
 
 
+@slow
 def test_without_safetensors():
     """In a process that cannot import it."""
     script = (

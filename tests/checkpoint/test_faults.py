@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import world as w
+from tiers import slow_unless
 from whole import bits
 from world import World
 
@@ -78,6 +79,7 @@ def _die_at(file: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@slow_unless(lambda victim, asynchronous: victim and asynchronous)
 @two
 @pytest.mark.parametrize(("victim", "asynchronous"), [(1, False), (0, False), (1, True)], ids=str)
 def test_a_rank_killed_in_the_middle_of_a_save(world: World, place: Path, victim: int, asynchronous: bool) -> None:

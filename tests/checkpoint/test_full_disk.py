@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from tiers import slow
+
 FULL = """
 import os, sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,6 +32,7 @@ else:
 """
 
 
+@slow
 def test_a_full_disk(small_disk: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     lines = small_disk(tmp_path / "disk", FULL, str(tmp_path / "meeting")).splitlines()

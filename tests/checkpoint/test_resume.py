@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import world as w
+from tiers import slow_unless
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from whole import bits
@@ -75,6 +76,7 @@ def resumed(name: str, rounding: str, where: str) -> Any:
     return on, bits({"params": dict(model.named_parameters()), "state": state})
 
 
+@slow_unless(lambda name, rounding: (name == "8 bits") == (rounding == "stochastic"))
 @pytest.mark.parametrize("world", [2], indirect=True, ids="W={}".format)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("name", RULES)

@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 from cli_files import command, state_of, torch_file
+from tiers import slow
 
 import functional_lowbit as fl
 from functional_lowbit._core.report.columns import table
@@ -183,6 +184,7 @@ def test_progress_is_for_terminals_and_ctrl_c_is_status_130():
     assert b"Traceback" not in seen
 
 
+@slow
 def test_progress_of_a_conversion(checkpoint, tmp_path):
     terminal, slave = os.openpty()
     argv = [*RUN, "convert", str(checkpoint), str(tmp_path / "out.pt"), "--to", "root4"]
@@ -195,6 +197,7 @@ def test_progress_of_a_conversion(checkpoint, tmp_path):
     assert b"\r\x1b[Kconvert [########################] 100%  0:00  1.0." in seen
 
 
+@slow
 def test_a_terminal_without_the_letters_is_no_error(checkpoint, tmp_path):
     name = tmp_path / "é.pt"
     shutil.copy(checkpoint, name)
@@ -208,6 +211,7 @@ def test_a_terminal_without_the_letters_is_no_error(checkpoint, tmp_path):
     assert ended.stdout.startswith(os.fsencode(tmp_path) + b"/\\xe9.pt: file of torch.save, ")
 
 
+@slow
 def test_a_reader_that_goes_away_is_no_error(checkpoint):
     reading, writing = os.pipe()
     os.close(reading)
@@ -218,6 +222,7 @@ def test_a_reader_that_goes_away_is_no_error(checkpoint):
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 
+@slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device /dev/full, which is Linux's")
 def test_a_full_disk_under_the_output_is_one_line(checkpoint):
     with open("/dev/full", "w") as full:

@@ -140,7 +140,11 @@ def is_cut(format: str, cut: Cut) -> bool:
 WHY = "; the mesh cuts its rows, so each shard has blocks of its own"
 
 
-@slow_unless(lambda world, format: world == 2 or (world == 3 and format == "companded8"))
+@slow_unless(
+    lambda world, format, clipped: (
+        world == 2 and (format, clipped) in [("companded8", False), ("root4", True), ("float32", False)]
+    )
+)
 @pytest.mark.parametrize("world", [2, 3, 4], indirect=True, ids="W={}".format)
 @pytest.mark.parametrize(
     ("format", "clipped"),

@@ -13,6 +13,7 @@ import torch
 from helpers import clone, leaves, random_like, run_pure, run_step, same
 from offload_trees import SIZE, make_grads, make_params, staged
 from threads import Threads
+from tiers import slow
 
 import functional_lowbit as fl
 from functional_lowbit._core.step.program import LeafOp
@@ -296,6 +297,7 @@ def test_parameters_on_an_accelerator(backend):
     assert same(rested, to_cpu(state))
 
 
+@slow
 def test_parameters_on_a_second_device():
     """Real numbers, on a device that refuses to meet the CPU: see `second_device.py`."""
     here = Path(__file__).parents[1] / "support"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import clone, random_like, refuses, run_pure, run_step, same
-from tiers import slow_unless
+from tiers import slow, slow_unless
 from torch import Tensor
 
 import functional_lowbit as fl
@@ -261,6 +261,7 @@ def test_two_threads_build_their_first_kernels():
     assert sorted(results) == [0.1, 0.2]
 
 
+@slow
 def test_without_a_compiler_it_says_so_and_torch_does_it():
     script = """
         import warnings

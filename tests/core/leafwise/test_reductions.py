@@ -6,6 +6,7 @@ from typing import Annotated, Any, NamedTuple
 import pytest
 import torch
 import world as w
+from tiers import slow_unless
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from world import World
@@ -125,6 +126,7 @@ def test_a_reduction_is_that_of_the_whole_leaf(world: World, alone: Callable[...
         check_reductions(seen, plain, MESHES[name])
 
 
+@slow_unless(lambda name: name == "rows and columns")
 @pytest.mark.parametrize("name", TWO_DIMS)
 @pytest.mark.parametrize("world", [4], indirect=True, ids="W={}".format)
 def test_on_meshes_of_two_dimensions(world: World, alone: Callable[..., Any], name: str) -> None:
@@ -214,6 +216,7 @@ def test_matrices_have_the_bits_of_the_plain_run_on_other_meshes(
         assert same_bits(seen["state"], plain["state"])
 
 
+@slow_unless(lambda name: name == "hsdp")
 @pytest.mark.parametrize("name", TWO_DIMS)
 @pytest.mark.parametrize("world", [4], indirect=True, ids="W={}".format)
 def test_rules_on_meshes_of_two_dimensions(world: World, alone: Callable[..., Any], name: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import world as w
-from tiers import slow_unless
+from tiers import slow
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,7 +23,7 @@ FORMATS = ("companded8", "root4", "e4m3")
 PAGE = 4096
 
 
-@slow_unless(lambda mesh: mesh == "64")
+@slow
 @pytest.mark.parametrize(("rank", "mesh"), [(63, "64"), (0, "8x8")])
 def test_one_rank_of_a_7b_model(rank: int, mesh: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import world as w
+from tiers import slow_unless
 from torch import Tensor
 from world import World
 
@@ -53,6 +54,7 @@ def _set(state: Any, rate: float) -> Any:
     return state
 
 
+@slow_unless(lambda world, way: (world == 2) == (way == "native"))
 @pytest.mark.parametrize("world", [2, 3], indirect=True, ids="W={}".format)
 @pytest.mark.parametrize("way", ["native", "pure"])
 @pytest.mark.parametrize("name", MAKE)
