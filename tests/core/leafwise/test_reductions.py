@@ -207,9 +207,7 @@ def test_bfloat16_parameters(world: World, alone: Callable[..., Any], rule: str)
 
 
 @pytest.mark.parametrize("name", ["columns", "repeated"])
-def test_matrices_have_the_bits_of_the_plain_run_on_other_meshes(
-    world: World, alone: Callable[..., Any], name: str
-) -> None:
+def test_matrices_on_other_meshes(world: World, alone: Callable[..., Any], name: str) -> None:
     plain = alone(train, "muon", "pure", None)
     for seen in world.run(train, "muon", "pure", MESHES[name]):
         assert same_bits(seen["params"], plain["params"])
