@@ -115,7 +115,7 @@ def to_torch(section: Section) -> Converted:
             result = fl.convert.to_torch(saved, groups)
     else:
         # Parameters that never had a gradient have no state, and may stay without: torch's load_state_dict takes that.
-        labels = {key: p.label for key, p in zip(_keys(groups), any_saved("to_torch", saved).params, strict=True)}
+        labels = {key: p.label for key, p in zip(_keys(groups), any_saved(saved).params, strict=True)}
         stepped = [{**g, "params": [labels[k] for k in g["params"] if labels[k] in params]} for g in groups]
         with told("to_torch"):
             result = fl.convert.to_torch(_state(saved, params, in_format(family, "float32")), stepped, params)
@@ -146,7 +146,7 @@ def _family(saved: Any) -> str:
         Mistake: for one without moments.
     """
     with told("params_of"):
-        fields = {f for _, read in each_read("params_of", saved) for names in read.fields.values() for f in names}
+        fields = {f for _, read in each_read(saved) for names in read.fields.values() for f in names}
     if not fields and is_own(saved):
         raise Mistake("the state has no moments, so there is nothing to convert; make a new optimizer of torch.optim")
     return "adamw" if "nu" in fields else "lion" if "mu" in fields else "sgd"

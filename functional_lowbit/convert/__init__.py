@@ -1,6 +1,6 @@
 """Optimizer states of other libraries as states of this one, and back to torch.optim.
 
-Imports: _core.contract, _core.state, _optree, _refused, checkpoint, formats, optim, sharding, transforms
+Imports: _core.contract, _core.state, _optree, _refused, checkpoint, formats, sharding, transforms
 """
 
 from functional_lowbit.convert._from import (

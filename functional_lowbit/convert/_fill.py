@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_lowbit._refused import WrongValue
 from functional_lowbit.convert._flashoptim import master_codes
 from functional_lowbit.convert._kept import Kept, write
 from functional_lowbit.convert._read import LARGEST_STEP, Read
@@ -15,11 +16,10 @@ from functional_lowbit.convert._slots import Counter, Slot, filled, find_slots, 
 FILLED = ("mu", "nu", "trace")  # fields that hold an optimizer's moments; of others, what was not saved stays as it is
 
 
-def fill(speaker: str, state: Any, reads: Mapping[str, Read], step: int | None, params: Mapping[str, Any]) -> Any:
+def fill(state: Any, reads: Mapping[str, Read], step: int | None, params: Mapping[str, Any]) -> Any:
     """A state like `state`, with what was read. It shares no memory with either.
 
     Args:
-        speaker: Who speaks in errors.
         state: The target. Not written to.
         reads: By parameter. One without moments and step never had a gradient: its leaves stay as they are.
         step: For every counter, instead of those that were read.
@@ -34,51 +34,51 @@ def fill(speaker: str, state: Any, reads: Mapping[str, Read], step: int | None, 
         by_owner.setdefault(slot.owner, []).append(slot)
     pairs: list[tuple[Slot, Kept]] = []
     for owner, read in reads.items():
-        pairs += _pairs(speaker, read, by_owner.get(owner, []))
-    counts = {c: _count(speaker, c, reads, step) for c in found.counters}
-    masters = master_codes(speaker, state, reads, params)
+        pairs += _pairs(read, by_owner.get(owner, []))
+    counts = {c: _count(c, reads, step) for c in found.counters}
+    masters = master_codes(state, reads, params)
     makers: dict[str, Callable[[], Any]] = {slot.path: partial(write, kept, slot.leaf) for slot, kept in pairs}
     makers.update(masters)
     for counter, count in counts.items():
         if count is not None:
             device = "cpu" if counter.leaf.device.type == "meta" else counter.leaf.device
             makers[counter.path] = partial(torch.tensor, count, dtype=torch.int64, device=device)
-    return filled(speaker, state, makers)
+    return filled(state, makers)
 
 
-def _pairs(speaker: str, read: Read, slots: list[Slot]) -> list[tuple[Slot, Kept]]:
+def _pairs(read: Read, slots: list[Slot]) -> list[tuple[Slot, Kept]]:
     """Each saved moment of a parameter, with the leaf that it is for."""
     pairs: list[tuple[Slot, Kept]] = []
     for entry, kept in read.moments.items():
         fields = read.fields[entry]
         fitting = [slot for slot in slots if slot.field in fields]
         if not fitting:
-            raise ValueError(
-                f"{speaker}: {read.words} has {entry!r}, which is {' or '.join(fields)} here, but the target's moments "
+            raise WrongValue(
+                f"{read.words} has {entry!r}, which is {' or '.join(fields)} here, but the target's moments "
                 f"of it are {listed({s.field for s in slots})}; it is the state of another kind of optimizer"
             )
         if len(fitting) > 1:
-            raise ValueError(
-                f"{speaker}: {entry!r} of {read.words} may be {' or '.join(s.path for s in fitting)} of the target; "
+            raise WrongValue(
+                f"{entry!r} of {read.words} may be {' or '.join(s.path for s in fitting)} of the target; "
                 "convert into a transformation that has one of them"
             )
         if kept.shape != tuple(fitting[0].leaf.shape):
-            raise ValueError(
-                f"{speaker}: {entry!r} of {read.words} has shape {kept.shape}, but the target's "
+            raise WrongValue(
+                f"{entry!r} of {read.words} has shape {kept.shape}, but the target's "
                 f"{fitting[0].owner!r} has {tuple(fitting[0].leaf.shape)}; it is the state of another model"
             )
         pairs.append((fitting[0], kept))
     filled = {slot.path for slot, _ in pairs}
     for slot in slots:
         if read.moments and slot.field in FILLED and slot.path not in filled:
-            raise ValueError(
-                f"{speaker}: {read.words} has {listed(read.moments)}, and nothing for {slot.path} of the target; it is "
+            raise WrongValue(
+                f"{read.words} has {listed(read.moments)}, and nothing for {slot.path} of the target; it is "
                 "the state of another kind of optimizer"
             )
     return pairs
 
 
-def _count(speaker: str, counter: Counter, reads: Mapping[str, Read], step: int | None) -> int | None:
+def _count(counter: Counter, reads: Mapping[str, Read], step: int | None) -> int | None:
     """What a counter counts; None if that was not saved."""
     if step is not None:
         return step
@@ -86,25 +86,23 @@ def _count(speaker: str, counter: Counter, reads: Mapping[str, Read], step: int 
     for owner in owners:
         read = reads.get(owner)
         if read is not None and read.step is None and any("nu" in read.fields[entry] for entry in read.moments):
-            raise ValueError(
-                f"{speaker}: {read.words} has no 'step', which Adam's moments need; pass step= to set all counters"
-            )
+            raise WrongValue(f"{read.words} has no 'step', which Adam's moments need; pass step= to set all counters")
     counts = [(reads[o].step, reads[o].words) for o in owners if o in reads and reads[o].step is not None]
     counts.sort(key=lambda pair: (pair[0] or 0, pair[1]))
     if not counts:
         return None
     (least, its), (most, whose) = counts[0], counts[-1]
     if least != most:
-        raise ValueError(
-            f"{speaker}: {its} has made {least} steps, {whose} {most}, but {counter.path} of the target counts those "
+        raise WrongValue(
+            f"{its} has made {least} steps, {whose} {most}, but {counter.path} of the target counts those "
             "of both; give them transformations of their own (partition), or pass step= to set all counters"
         )
     return most
 
 
-def check_step(speaker: str, step: Any) -> None:
+def check_step(step: Any) -> None:
     """A number of steps given by hand."""
     if step is None:
         return
     if isinstance(step, (bool, Tensor)) or not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
-        raise ValueError(f"{speaker}: step must be an int of at least 0 and below 2**63, got {step!r}")
+        raise WrongValue(f"step must be an int of at least 0 and below 2**63, got {step!r}")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from functional_lowbit import _optree
+from functional_lowbit._refused import WrongValue
 from functional_lowbit.convert._kept import Blocks, Kept
 from functional_lowbit.convert._read import Read, plain, reader_by_names, signed
 from functional_lowbit.convert._saved import SavedParam
@@ -36,33 +37,31 @@ MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
 SMALLEST_EXPONENT = {torch.bfloat16: -126, torch.float16: -14}
 
 
-def read_flashoptim(speaker: str, param: SavedParam, group: Mapping[str, Any], fields: Mapping[str, str]) -> Read:
+def read_flashoptim(param: SavedParam, group: Mapping[str, Any], fields: Mapping[str, str]) -> Read:
     """The entries of FlashOptim's Adam, AdamW, Lion and SGD, compressed or not."""
     error = param.entries.get(ERROR)
     named = {e.removesuffix(CODES): x for e, x in param.entries.items() if e != ERROR and not e.endswith(SCALES)}
 
-    def kept(speaker: str, _: SavedParam, entry: str, x: Any) -> Kept:
+    def kept(_: SavedParam, entry: str, x: Any) -> Kept:
         is_compressed = entry + CODES in param.entries
-        return _kept(speaker, param, entry, x) if is_compressed else plain(speaker, param, entry, x)
+        return _kept(param, entry, x) if is_compressed else plain(param, entry, x)
 
-    read = reader_by_names(kept)(speaker, param._replace(entries=named), group, fields)
-    return read if error is None else read._replace(error=_errors(speaker, param, group, error))
+    read = reader_by_names(kept)(param._replace(entries=named), group, fields)
+    return read if error is None else read._replace(error=_errors(param, group, error))
 
 
-def _kept(speaker: str, param: SavedParam, entry: str, x: Any) -> Kept:
+def _kept(param: SavedParam, entry: str, x: Any) -> Kept:
     found = param.entries.get(entry + SCALES)
     if not isinstance(x, Tensor) or not isinstance(found, Tensor):
-        raise ValueError(
-            f"{speaker}: {entry!r} of {param.words} must have tensors {CODES!r} and {SCALES!r}; the file is damaged"
-        )
+        raise WrongValue(f"{entry!r} of {param.words} must have tensors {CODES!r} and {SCALES!r}; the file is damaged")
     is_signed = signed(entry)
     codes, scales = local_of(x).reshape(-1), local_of(found).reshape(-1)
     codes = codes.to(torch.int8 if is_signed else torch.uint8)
     if scales.dtype == torch.bfloat16:
         scales = scales.view(torch.float16)
     if scales.numel() != -(-codes.numel() // BLOCK):
-        raise ValueError(
-            f"{speaker}: {entry!r} of {param.words} has {scales.numel()} scales for {codes.numel()} elements in groups "
+        raise WrongValue(
+            f"{entry!r} of {param.words} has {scales.numel()} scales for {codes.numel()} elements in groups "
             f"of {BLOCK}; the file is damaged"
         )
     blocks = Blocks(codes, scales, BLOCK, _signed if is_signed else _non_negative)
@@ -78,13 +77,12 @@ def _non_negative(codes: Tensor, scales: Tensor) -> Tensor:
     return (scales * (codes.float() / 255.0)).square()
 
 
-def _errors(speaker: str, param: SavedParam, group: Mapping[str, Any], x: Any) -> Tensor:
+def _errors(param: SavedParam, group: Mapping[str, Any], x: Any) -> Tensor:
     """int8 or int16, as they were before they were hidden."""
     width = group.get("master_bytewidth")
     if not isinstance(x, Tensor) or width not in (3, 4):
-        raise ValueError(
-            f"{speaker}: {ERROR!r} of {param.words} needs a group with master_bytewidth 3 or 4, got {width!r}; the "
-            "file is damaged"
+        raise WrongValue(
+            f"{ERROR!r} of {param.words} needs a group with master_bytewidth 3 or 4, got {width!r}; the file is damaged"
         )
     spec, local = ShardSpec.of(x), local_of(x)
     if width == 3:
@@ -92,9 +90,7 @@ def _errors(speaker: str, param: SavedParam, group: Mapping[str, Any], x: Any) -
     return wrap(local.view(torch.int16), spec)
 
 
-def master_codes(
-    speaker: str, state: Any, reads: Mapping[str, Read], params: Mapping[str, Any]
-) -> dict[str, Callable[[], Tensor]]:
+def master_codes(state: Any, reads: Mapping[str, Read], params: Mapping[str, Any]) -> dict[str, Callable[[], Tensor]]:
     """New codes by their path in the state, to be made when all else has been looked at.
 
     Raises:
@@ -107,13 +103,13 @@ def master_codes(
             continue
         p = params.get(owner)
         if not isinstance(p, Tensor) or p.device.type == "meta" or p.dtype not in HALF_DTYPES:
-            raise ValueError(
-                f"{speaker}: {reads[owner].words} has error bits, which need the parameter that they belong to; pass "
+            raise WrongValue(
+                f"{reads[owner].words} has error bits, which need the parameter that they belong to; pass "
                 "params as FlashOptim left them"
             )
         if error.shape != p.shape:
-            raise ValueError(
-                f"{speaker}: the error bits of {reads[owner].words} have shape {tuple(error.shape)}, the parameter "
+            raise WrongValue(
+                f"the error bits of {reads[owner].words} have shape {tuple(error.shape)}, the parameter "
                 f"{tuple(p.shape)}; it is the state of another model"
             )
         found[path] = partial(_new, p, error, codes)

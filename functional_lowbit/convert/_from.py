@@ -6,15 +6,14 @@ from typing import Any
 from functional_lowbit._core.contract import interrupted
 from functional_lowbit._core.contract.refuse import is_transformation
 from functional_lowbit._optree import Tree
-from functional_lowbit._refused import speaking
+from functional_lowbit._refused import WrongType, WrongValue, speaking
 from functional_lowbit.convert._fill import check_step, fill
-from functional_lowbit.convert._groups import params_in_order, with_hyperparams
+from functional_lowbit.convert._groups import Shell, params_in_order, with_hyperparams
 from functional_lowbit.convert._library import OURS, READERS, any_saved, library_in
 from functional_lowbit.convert._match import Sides, match
 from functional_lowbit.convert._own import is_own_state
 from functional_lowbit.convert._read import Read, refuse_dampening
 from functional_lowbit.convert._slots import find_slots, named_leaves
-from functional_lowbit.optim._optimizer import Optimizer
 
 LIKE_TORCH = ("torchao", "flashoptim")  # if all parameters are small, or nothing is compressed
 
@@ -30,14 +29,17 @@ def _from(library: str | None, doc: str):
         step: int | None = None,
         fields: Mapping[str, str] | None = None,
     ) -> Any:
-        return _convert(library or library_in(saved, "from_saved"), saved, target, params, step, dict(fields or {}))
+        with speaking("from_saved"):
+            found = library or library_in(saved)
+        with speaking(_name(found)):
+            return _convert(found, saved, target, params, step, dict(fields or {}))
 
-    convert.__name__ = convert.__qualname__ = _speaker(library or OURS)
+    convert.__name__ = convert.__qualname__ = _name(library or OURS)
     convert.__doc__ = doc
     return convert
 
 
-def _speaker(library: str) -> str:
+def _name(library: str) -> str:
     return "from_saved" if library == OURS else f"from_{library}"
 
 
@@ -184,64 +186,59 @@ from_saved = _from(
 
 
 def _convert(library: str, saved: Any, target: Any, params: Tree, step: int | None, fields: Mapping[str, str]) -> Any:
-    speaker = _speaker(library)
-    check_step(speaker, step)
-    found = library_in(saved, speaker)
+    check_step(step)
+    found = library_in(saved)
     if found != library and not (found == "torch" and library in LIKE_TORCH):
-        raise ValueError(f"{speaker}: saved is from {found}; use fl.convert.{_speaker(found)}")
-    source, reader = any_saved(speaker, saved), READERS[library]
-    sides = Sides(speaker, unordered="saved" if is_own_state(saved) else "")
+        raise WrongValue(f"saved is from {found}; use fl.convert.{_name(found)}")
+    source, reader = any_saved(saved), READERS[library]
+    sides = Sides(unordered="saved" if is_own_state(saved) else "")
 
-    if not isinstance(target, Optimizer):
-        with speaking(speaker):
-            interrupted.refuse(target)
-        places = _targets(speaker, target, params, named=all(p.name is not None for p in source.params))
+    if not isinstance(target, Shell):
+        interrupted.refuse(target)
+        places = _targets(target, params, named=all(p.name is not None for p in source.params))
         parts = [(target, places)]
     elif params is not None:
-        raise ValueError(f"{speaker}: params must be None for an optimizer, which knows its own")
+        raise WrongValue("params must be None for an optimizer, which knows its own")
     else:
-        places, parts = params_in_order(speaker, target), target.parts()
+        places, parts = params_in_order(target), target.parts()
     found = match(sides, source.params, places)
-    reads = {name: reader(speaker, p, source.groups[p.group], fields) for name, p in found.items()}
-    _refuse_nothing(speaker, [state for state, _ in parts], reads)
-    refuse_dampening(speaker, reads.values(), source.groups, target, step)
-    new = [fill(speaker, state, {n: r for n, r in reads.items() if n in own}, step, own) for state, own in parts]
-    if not isinstance(target, Optimizer):
+    reads = {name: reader(p, source.groups[p.group], fields) for name, p in found.items()}
+    _refuse_nothing([state for state, _ in parts], reads)
+    refuse_dampening(reads.values(), source.groups, target, step)
+    new = [fill(state, {n: r for n, r in reads.items() if n in own}, step, own) for state, own in parts]
+    if not isinstance(target, Shell):
         return new[0]
-    return with_hyperparams(speaker, target.state_dict_with(new), [found.get(n) for n in places], source.groups)
+    return with_hyperparams(target.state_dict_with(new), [found.get(n) for n in places], source.groups)
 
 
-def _targets(speaker: str, state: Any, params: Tree, named: bool) -> dict[str, Any]:
+def _targets(state: Any, params: Tree, named: bool) -> dict[str, Any]:
     """The target's parameters by name, in order; None where they are not known."""
     is_leaf = any(path == "" for path, _ in named_leaves(state))
     if state is None or is_leaf or is_transformation(state):
-        raise TypeError(
-            f"{speaker}: target must be a state, as tx.init(params) returns it, or an fl.optim optimizer, got "
+        raise WrongType(
+            f"target must be a state, as tx.init(params) returns it, or an fl.optim optimizer, got "
             f"{type(state).__name__}"
         )
     slots = find_slots(state)
     if params is None:
         if not slots.whole and not named:
-            raise ValueError(
-                f"{speaker}: params is needed, since masks have taken parameters out of the target's moments, and "
+            raise WrongValue(
+                "params is needed, since masks have taken parameters out of the target's moments, and "
                 "saved has no names; pass the tree that the state was made for"
             )
         return dict.fromkeys(slots.owners())
     places = {name: leaf for name, leaf in named_leaves(params) if leaf is not None}
     for owner in slots.owners():
         if owner not in places:
-            raise ValueError(
-                f"{speaker}: the target has a moment of {owner!r}, which params has not; pass the tree that the state "
-                "was made for"
+            raise WrongValue(
+                f"the target has a moment of {owner!r}, which params has not; pass the tree that the state was made for"
             )
     return places
 
 
-def _refuse_nothing(speaker: str, states: list[Any], reads: Mapping[str, Read]) -> None:
+def _refuse_nothing(states: list[Any], reads: Mapping[str, Read]) -> None:
     """Refuse what has no state at all, but of an optimizer that keeps none."""
     if any(read.moments or read.step is not None for read in reads.values()):
         return
     if any(find_slots(state).slots for state in states):
-        raise ValueError(
-            f"{speaker}: saved has no state of any parameter; the optimizer has made no step, or keeps no moments"
-        )
+        raise WrongValue("saved has no state of any parameter; the optimizer has made no step, or keeps no moments")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_lowbit._refused import speaking
 from functional_lowbit.convert._bitsandbytes import MOMENTS, WRAPPED, entries_of, read_bitsandbytes
 from functional_lowbit.convert._flashoptim import CODES, ERROR, read_flashoptim
 from functional_lowbit.convert._own import is_own, read_own, saved_of_own
@@ -24,6 +25,7 @@ READERS: dict[str, Reader] = {
 }
 
 
+@speaking("library_of")
 def library_of(saved: Any) -> str:
     """Which library an optimizer, or what its `state_dict()` returned, is from.
 
@@ -46,15 +48,15 @@ def library_of(saved: Any) -> str:
         >>> fl.convert.library_of(fl.state_dict(fl.adam8bit(1e-3).init({"w": torch.ones(2)})))
         'functional_lowbit'
     """
-    return library_in(saved, "library_of")
+    return library_in(saved)
 
 
-def library_in(saved: Any, speaker: str) -> str:
-    """As `library_of`; `speaker` is who speaks in errors."""
+def library_in(saved: Any) -> str:
+    """As `library_of`, for whoever speaks."""
     saved = unflattened(saved)
     if is_own(saved):
         return OURS
-    read = read_saved(speaker, saved)
+    read = read_saved(saved)
     for p in read.params:
         if MOMENTS[0] in p.entries or WRAPPED in p.entries:
             return "bitsandbytes"
@@ -65,12 +67,13 @@ def library_in(saved: Any, speaker: str) -> str:
     return "flashoptim" if any("master_bytewidth" in group for group in read.groups) else "torch"
 
 
-def any_saved(speaker: str, saved: Any) -> Saved:
+def any_saved(saved: Any) -> Saved:
     """A saved optimizer of any library, ours too."""
     saved = unflattened(saved)
-    return saved_of_own(speaker, saved) if is_own(saved) else read_saved(speaker, saved)
+    return saved_of_own(saved) if is_own(saved) else read_saved(saved)
 
 
+@speaking("params_of")
 def params_of(saved: Any) -> dict[str, Tensor]:
     """Parameters without memory, as a saved optimizer tells of them: to convert without a model.
 
@@ -97,7 +100,7 @@ def params_of(saved: Any) -> dict[str, Tensor]:
         QuantizedTensor(companded8, shape=(64, 64), block_size=256)
     """
     found: dict[str, Tensor] = {}
-    for p, read in each_read("params_of", saved):
+    for p, read in each_read(saved):
         entries = entries_of(p)
         for entry, kept in islice(read.moments.items(), 1):
             value = entries.get(entry)
@@ -106,13 +109,13 @@ def params_of(saved: Any) -> dict[str, Tensor]:
     return found
 
 
-def each_read(speaker: str, saved: Any) -> Iterator[tuple[SavedParam, Read]]:
+def each_read(saved: Any) -> Iterator[tuple[SavedParam, Read]]:
     """The parameters of a saved optimizer that have a state, and what is read of them.
 
     Raises:
         TypeError, ValueError: for what is no saved optimizer, or damaged.
     """
-    source, reader = any_saved(speaker, saved), READERS[library_in(saved, speaker)]
+    source, reader = any_saved(saved), READERS[library_in(saved)]
     for p in source.params:
         if p.entries:
-            yield p, reader(speaker, p, source.groups[p.group], {})
+            yield p, reader(p, source.groups[p.group], {})

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from functional_lowbit._refused import WrongValue
 from functional_lowbit.convert._saved import SavedParam
 
 
 class Sides(NamedTuple):
     """How errors speak."""
 
-    speaker: str
     saved: str = "saved"
     target: str = "the target"
     unordered: str = ""  # the side that has names, and no order
@@ -38,7 +38,7 @@ def match(sides: Sides, saved: Sequence[SavedParam], targets: Mapping[str, Any])
     names = [p.name for p in saved if p.name is not None]
     if len(names) == len(saved) and len(set(names)) < len(names):
         name = next(x for x in names if names.count(x) > 1)
-        raise ValueError(f"{sides.speaker}: two parameters of {sides.saved} have the name {name!r}; rename one")
+        raise WrongValue(f"two parameters of {sides.saved} have the name {name!r}; rename one")
     if len(names) == len(saved) and not (numbered and not any(x.isdecimal() for x in names)):
         return _checked(sides, targets, {str(p.name): p for p in saved})
     if numbered and not names:
@@ -49,15 +49,12 @@ def match(sides: Sides, saved: Sequence[SavedParam], targets: Mapping[str, Any])
 def _checked(sides: Sides, targets: Mapping[str, Any], found: dict[str, SavedParam]) -> dict[str, SavedParam]:
     for name, p in found.items():
         if name not in targets and p.entries:
-            raise ValueError(
-                f"{sides.speaker}: {sides.saved} has {p.words}, which {sides.target} has not; {_near(name, targets)}"
-            )
+            raise WrongValue(f"{sides.saved} has {p.words}, which {sides.target} has not; {_near(name, targets)}")
     frozen = _frozen(targets)
     for name in targets:
         if name not in found and name not in frozen:
-            raise ValueError(
-                f"{sides.speaker}: {sides.target} has parameter {name!r}, which {sides.saved} has not; "
-                f"{_near(name, found)}"
+            raise WrongValue(
+                f"{sides.target} has parameter {name!r}, which {sides.saved} has not; {_near(name, found)}"
             )
     return {name: found[name] for name in targets if name in found}
 
@@ -69,13 +66,13 @@ def _in_order(sides: Sides, saved: Sequence[SavedParam], targets: Mapping[str, A
         names = [name for name in names if name not in frozen]
     if sides.unordered and len(names) > 1:
         other = sides.saved if sides.unordered == sides.target else sides.target
-        raise ValueError(
-            f"{sides.speaker}: {sides.unordered} has names of parameters, whose order was not saved, and {other} has "
+        raise WrongValue(
+            f"{sides.unordered} has names of parameters, whose order was not saved, and {other} has "
             "none; make it of named parameters"
         )
     if len(saved) != len(names):
-        raise ValueError(
-            f"{sides.speaker}: {sides.saved} has {len(saved)} parameters, {sides.target} {len(targets)}; it is the "
+        raise WrongValue(
+            f"{sides.saved} has {len(saved)} parameters, {sides.target} {len(targets)}; it is the "
             "state of another model, or of other groups"
         )
     return dict(zip(names, saved, strict=True))

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from functional_lowbit._refused import WrongValue
 from functional_lowbit.convert._kept import Kept
 from functional_lowbit.convert._saved import SavedParam
 from functional_lowbit.sharding import ShardSpec
@@ -22,7 +23,7 @@ class Read(NamedTuple):
 
 
 Reader: TypeAlias = Callable[[str, SavedParam, Mapping[str, Any], Mapping[str, str]], Read]
-"""`reader(speaker, param, group, fields)`: `fields` are entries that the user has named, with their field."""
+"""`reader(param, group, fields)`: `fields` are entries that the user has named, with their field."""
 
 FIELDS = {"exp_avg": ("mu",), "exp_avg_sq": ("nu",), "momentum_buffer": ("trace",), "square_avg": ("nu",)}
 LARGEST_STEP = 2**63 - 1  # counters are int64
@@ -34,50 +35,50 @@ def reader_by_names(kept: Callable[[str, SavedParam, str, Any], Kept]) -> Reader
     """The reader of a library whose entries have torch's names.
 
     Args:
-        kept: `kept(speaker, param, entry, value)` reads a moment; raises a ValueError for one that is damaged.
+        kept: `kept(param, entry, value)` reads a moment; raises a ValueError for one that is damaged.
     """
 
-    def read(speaker: str, param: SavedParam, group: Mapping[str, Any], fields: Mapping[str, str]) -> Read:
+    def read(param: SavedParam, group: Mapping[str, Any], fields: Mapping[str, str]) -> Read:
         moments: dict[str, Kept] = {}
         for entry, value in param.entries.items():
             if entry != "step" and value is not None:
-                check_entry(speaker, param, entry, fields)
-                moments[entry] = kept(speaker, param, entry, value)
-        return Read(param.words, moments, fields_of(moments, group, fields), param.group, read_step(speaker, param))
+                check_entry(param, entry, fields)
+                moments[entry] = kept(param, entry, value)
+        return Read(param.words, moments, fields_of(moments, group, fields), param.group, read_step(param))
 
     return read
 
 
-def plain(speaker: str, param: SavedParam, entry: str, value: Any) -> Kept:
+def plain(param: SavedParam, entry: str, value: Any) -> Kept:
     """A moment that is a tensor of numbers."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{speaker}: {entry!r} of {param.words} must be a tensor of floats, got {got}")
+        raise WrongValue(f"{entry!r} of {param.words} must be a tensor of floats, got {got}")
     return Kept(tuple(value.shape), lambda: value, ShardSpec.of(value))
 
 
-def read_step(speaker: str, param: SavedParam) -> int | None:
+def read_step(param: SavedParam) -> int | None:
     """The number of steps that one parameter has made; None where the library keeps none."""
     step = param.entries.get("step")
     if step is None:
         return None
     number = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
     if isinstance(number, bool) or not isinstance(number, (int, float)) or number != number or number < 0:
-        raise ValueError(f"{speaker}: 'step' of {param.words} must be a number of at least 0, got {step!r}")
+        raise WrongValue(f"'step' of {param.words} must be a number of at least 0, got {step!r}")
     if number > LARGEST_STEP:
-        raise ValueError(f"{speaker}: 'step' of {param.words} must be below 2**63, got {number}")
+        raise WrongValue(f"'step' of {param.words} must be below 2**63, got {number}")
     if number != int(number):
-        raise ValueError(f"{speaker}: 'step' of {param.words} must be a whole number, got {number}")
+        raise WrongValue(f"'step' of {param.words} must be a whole number, got {number}")
     return int(number)
 
 
-def check_entry(speaker: str, param: SavedParam, entry: str, fields: Mapping[str, str]) -> None:
+def check_entry(param: SavedParam, entry: str, fields: Mapping[str, str]) -> None:
     """Refuse an entry that is not understood."""
     if entry in FIELDS or entry in fields:
         return
     why = f" ({WITHOUT_OURS[entry]}, which no transformation here keeps)" if entry in WITHOUT_OURS else ""
-    raise ValueError(
-        f"{speaker}: {param.words} has an entry {entry!r}{why}; known are {', '.join(FIELDS)} and step; pass fields= "
+    raise WrongValue(
+        f"{param.words} has an entry {entry!r}{why}; known are {', '.join(FIELDS)} and step; pass fields= "
         "to say which field of the state another one is"
     )
 
@@ -92,9 +93,7 @@ def fields_of(
     return found
 
 
-def refuse_dampening(
-    speaker: str, reads: Iterable[Read], groups: Sequence[Mapping[str, Any]], target: Any, step: int | None
-) -> None:
+def refuse_dampening(reads: Iterable[Read], groups: Sequence[Mapping[str, Any]], target: Any, step: int | None) -> None:
     """Refuse momentum that a target does not go on with: our `trace` sums whole gradients, and never the rest of them.
 
     An optimizer of ours whose groups have a dampening does; its first gradient counts whole, so it must know that there
@@ -106,13 +105,13 @@ def refuse_dampening(
             continue
         own = getattr(target, "param_groups", [{}])
         if not all("dampening" in group for group in own):
-            raise ValueError(
-                f"{speaker}: group {read.group} has a dampening of {dampening}, which the target has not; its momentum "
+            raise WrongValue(
+                f"group {read.group} has a dampening of {dampening}, which the target has not; its momentum "
                 "is another sum"
             )
         if step is None and read.step is None:
-            raise ValueError(
-                f"{speaker}: group {read.group} has a dampening of {dampening}, which the first step has not, and "
+            raise WrongValue(
+                f"group {read.group} has a dampening of {dampening}, which the first step has not, and "
                 "saved has no number of steps; pass step="
             )
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from functional_lowbit._refused import WrongType, WrongValue
+
 STATE, GROUPS = "state.", "param_groups."  # how keys begin that flatten_optimizer_state_dict made
 OWN = "schema"  # an entry of what fl.state_dict returned, also of a tree with a "state"
 
@@ -43,11 +45,10 @@ class Saved(NamedTuple):
     groups: list[dict[str, Any]]  # hyperparameters, and names
 
 
-def read_saved(speaker: str, saved: Any) -> Saved:
+def read_saved(saved: Any) -> Saved:
     """Parameters, entries and hyperparameters.
 
     Args:
-        speaker: Who speaks in errors.
         saved: A `torch.optim.Optimizer`; its `state_dict()`; what `get_optimizer_state_dict` returned, flattened or
             not, whose keys are names.
 
@@ -55,20 +56,18 @@ def read_saved(speaker: str, saved: Any) -> Saved:
         TypeError, ValueError: for what is none of these.
     """
     if isinstance(saved, torch.optim.Optimizer):
-        return with_tensors(read_saved(speaker, saved.state_dict()), saved)
+        return with_tensors(read_saved(saved.state_dict()), saved)
     if not isinstance(saved, Mapping):
-        raise TypeError(
-            f"{speaker}: saved must be an optimizer or what its state_dict() returned, got {type(saved).__name__}"
-        )
+        raise WrongType(f"saved must be an optimizer or what its state_dict() returned, got {type(saved).__name__}")
     saved = unflattened(saved)
     for key, kind, words in (("state", Mapping, "dict"), ("param_groups", Sequence, "list")):
         if key not in saved:
             inside = [str(k) for k, v in saved.items() if isinstance(v, Mapping) and "param_groups" in v]
             way_out = f"pass saved[{inside[0]!r}]" if inside else "pass what optimizer.state_dict() returned"
-            raise ValueError(f"{speaker}: saved has no entry {key!r}; {way_out}")
+            raise WrongValue(f"saved has no entry {key!r}; {way_out}")
         if not isinstance(saved[key], kind):
-            raise ValueError(f"{speaker}: saved[{key!r}] must be a {words}, got {type(saved[key]).__name__}")
-    return of_groups(speaker, saved["state"], saved["param_groups"])
+            raise WrongValue(f"saved[{key!r}] must be a {words}, got {type(saved[key]).__name__}")
+    return of_groups(saved["state"], saved["param_groups"])
 
 
 def with_tensors(saved: Saved, optimizer: torch.optim.Optimizer) -> Saved:
@@ -77,38 +76,37 @@ def with_tensors(saved: Saved, optimizer: torch.optim.Optimizer) -> Saved:
     return saved._replace(params=[p._replace(tensor=x) for p, x in zip(saved.params, tensors, strict=True)])
 
 
-def of_groups(speaker: str, state: Mapping[Any, Any], saved_groups: Sequence[Any]) -> Saved:
+def of_groups(state: Mapping[Any, Any], saved_groups: Sequence[Any]) -> Saved:
     """The parameters of some groups, in order, with what a state has of them."""
     params: list[SavedParam] = []
     groups: list[dict[str, Any]] = []
     keys: set[Any] = set()
     for i, group in enumerate(saved_groups):
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), Sequence):
-            raise ValueError(
-                f"{speaker}: saved['param_groups'][{i}] must be a dict with a list 'params'; it must come from "
+            raise WrongValue(
+                f"saved['param_groups'][{i}] must be a dict with a list 'params'; it must come from "
                 "optimizer.state_dict()"
             )
         names = group.get("param_names")
         if names is not None and not (isinstance(names, Sequence) and all(isinstance(x, str) for x in names)):
-            raise ValueError(
-                f"{speaker}: saved['param_groups'][{i}]['param_names'] must be a list of strings; the file is damaged"
+            raise WrongValue(
+                f"saved['param_groups'][{i}]['param_names'] must be a list of strings; the file is damaged"
             )
         if not all(isinstance(key, Hashable) for key in group["params"]):
-            raise ValueError(
-                f"{speaker}: saved['param_groups'][{i}]['params'] must be a list of numbers or names; the file is "
-                "damaged"
+            raise WrongValue(
+                f"saved['param_groups'][{i}]['params'] must be a list of numbers or names; the file is damaged"
             )
         if names and len(names) != len(group["params"]):
-            raise ValueError(
-                f"{speaker}: saved['param_groups'][{i}] has {len(names)} names for {len(group['params'])} parameters; "
+            raise WrongValue(
+                f"saved['param_groups'][{i}] has {len(names)} names for {len(group['params'])} parameters; "
                 "the file is damaged"
             )
         for k, key in enumerate(group["params"]):
             name = key if isinstance(key, str) else names[k] if names else None
             entries = state.get(key, {})
             if not isinstance(entries, Mapping):
-                raise ValueError(
-                    f"{speaker}: saved['state'][{key!r}] must be a dict, got {type(entries).__name__}; it must come "
+                raise WrongValue(
+                    f"saved['state'][{key!r}] must be a dict, got {type(entries).__name__}; it must come "
                     "from optimizer.state_dict()"
                 )
             tensor = key if isinstance(key, Tensor) else None
@@ -117,7 +115,7 @@ def of_groups(speaker: str, state: Mapping[Any, Any], saved_groups: Sequence[Any
         groups.append({str(k): v for k, v in group.items() if k != "params"})
     for key, entries in state.items():
         if key not in keys and entries:
-            raise ValueError(f"{speaker}: saved['state'] has {key!r}, which is in no group; the file is damaged")
+            raise WrongValue(f"saved['state'] has {key!r}, which is in no group; the file is damaged")
     return Saved(params, groups)
 
 

@@ -12,6 +12,7 @@ from functional_lowbit._core.state.donate import copy_leaf
 from functional_lowbit._core.state.parts import moments_in
 from functional_lowbit._core.state.quantized import QuantizedTensor
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import WrongValue
 from functional_lowbit.sharding import local_of
 
 COUNTERS = ("step", "gradient_step")  # fields that count the updates made; int64[]
@@ -87,7 +88,7 @@ def named_leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
             yield at.path, at.node if at.is_leaf else None
 
 
-def filled(speaker: str, state: Any, makers: Mapping[str, Callable[[], Any]]) -> Any:
+def filled(state: Any, makers: Mapping[str, Callable[[], Any]]) -> Any:
     """A new state with other leaves where `makers` has their path, and copies of its own elsewhere.
 
     Raises:
@@ -96,8 +97,8 @@ def filled(speaker: str, state: Any, makers: Mapping[str, Callable[[], Any]]) ->
     for at in _optree.stored_leaves(state):
         part = at.node.codes if isinstance(at.node, QuantizedTensor) else at.node
         if at.path not in makers and isinstance(part, Tensor) and local_of(part).device.type == "meta":
-            raise ValueError(
-                f"{speaker}: {at.path} of the target is on the meta device, and saved has nothing for it; make the "
+            raise WrongValue(
+                f"{at.path} of the target is on the meta device, and saved has nothing for it; make the "
                 "target of parameters that have memory"
             )
 

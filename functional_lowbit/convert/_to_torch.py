@@ -8,16 +8,13 @@ from torch import Tensor
 
 from functional_lowbit._core.contract import interrupted
 from functional_lowbit._optree import Tree
-from functional_lowbit._refused import speaking
-from functional_lowbit.convert._groups import are_whole, params_in_order, same_switches
+from functional_lowbit._refused import WrongType, WrongValue, speaking
+from functional_lowbit.convert._groups import Shell, are_whole, params_in_order, same_switches
 from functional_lowbit.convert._match import Sides, match
 from functional_lowbit.convert._own import ENTRIES, is_own, is_own_state, kept_of, saved_of_own
 from functional_lowbit.convert._read import Read, read_step
 from functional_lowbit.convert._saved import Saved, SavedParam, of_groups, unflattened, with_tensors
 from functional_lowbit.convert._slots import Slots, find_slots, listed, named_leaves
-from functional_lowbit.optim._optimizer import Optimizer
-
-SPEAKER = "to_torch"
 
 
 class Source(NamedTuple):
@@ -28,6 +25,7 @@ class Source(NamedTuple):
     groups: Sequence[Mapping[str, Any]] = ()  # with "params", where there are any
 
 
+@speaking("to_torch")
 def to_torch(
     source: Any,
     target: Any = None,
@@ -74,20 +72,19 @@ def to_torch(
     entries = {**ENTRIES, **{f: e for e, f in (fields or {}).items()}}
     given = _source(unflattened(source), params, entries)
     if target is None and not are_whole(given.groups):
-        raise ValueError(
-            f"{SPEAKER}: target is needed, since source has not all hyperparameters; pass the torch.optim optimizer, "
-            "or its groups"
+        raise WrongValue(
+            "target is needed, since source has not all hyperparameters; pass the torch.optim optimizer, or its groups"
         )
     place = _place(given.groups if target is None else target)
-    sides = Sides(SPEAKER, "target", "source", "source" if is_own_state(source) else "")
+    sides = Sides("target", "source", "source" if is_own_state(source) else "")
     found = match(sides, place.params, given.params)
-    damped = isinstance(source, Optimizer) and all("dampening" in group for group in source.param_groups)
+    damped = isinstance(source, Shell) and all("dampening" in group for group in source.param_groups)
     reads = {}
     for name, p in found.items():
         if name in given.reads:  # a mask may have left out the others
             read, group = given.reads[name], place.groups[p.group]
             own = given.groups[read.group] if given.groups else {}
-            same_switches(f"{SPEAKER}: parameter {name!r} of source", own, "target", group)
+            same_switches(f"parameter {name!r} of source", own, "target", group)
             reads[p.number] = _checked(read, p, group, damped)
     state = {}
     for number, read in sorted(reads.items()):
@@ -105,20 +102,17 @@ def _place(target: Any) -> Saved:
     is_optimizer = isinstance(target, torch.optim.Optimizer)
     groups = target.state_dict()["param_groups"] if is_optimizer else target
     if not isinstance(groups, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in groups):
-        raise TypeError(
-            f"{SPEAKER}: target must be a torch.optim.Optimizer or a list of its groups, got {type(target).__name__}"
-        )
-    place = of_groups(SPEAKER, {}, groups)
+        raise WrongType(f"target must be a torch.optim.Optimizer or a list of its groups, got {type(target).__name__}")
+    place = of_groups({}, groups)
     place = with_tensors(place, target) if is_optimizer else place
     return place._replace(params=[p._replace(entries={"": None}) for p in place.params])
 
 
 def _source(source: Any, params: Tree, entries: Mapping[str, str]) -> Source:
-    if isinstance(source, Optimizer):
-        known, reads = params_in_order(SPEAKER, source), {}
+    if isinstance(source, Shell):
+        known, reads = params_in_order(source), {}
         for state, _ in source.parts():
-            with speaking(SPEAKER):
-                interrupted.refuse(state)
+            interrupted.refuse(state)
             reads |= _reads(find_slots(state), entries)
         members = [i for i, group in enumerate(source.param_groups) for _ in group["params"]]
         group_of = dict(zip(known, members, strict=True))
@@ -126,13 +120,12 @@ def _source(source: Any, params: Tree, entries: Mapping[str, str]) -> Source:
         return Source(known, reads, source.state_dict()["param_groups"])
     if is_own(source):
         reads = {}
-        for p in saved_of_own(SPEAKER, source).params:
+        for p in saved_of_own(source).params:
             moments = {entries[f]: kept_of(x) for f, x in p.entries.items() if f in entries}
             if moments:
-                reads[p.label] = Read(p.words, moments, {}, p.group, read_step(SPEAKER, p))
+                reads[p.label] = Read(p.words, moments, {}, p.group, read_step(p))
         return Source(dict.fromkeys(reads), reads, source.get("param_groups", ()))
-    with speaking(SPEAKER):
-        interrupted.refuse(source)
+    interrupted.refuse(source)
     slots = find_slots(source)
     known = dict.fromkeys(slots.owners()) if params is None else dict(named_leaves(params))
     return Source(known, _reads(slots, entries))
@@ -147,8 +140,8 @@ def _reads(slots: Slots, entries: Mapping[str, str]) -> dict[str, Read]:
         entry, step = entries[slot.field], counters.get(slot.counter or "")
         read = found.setdefault(slot.owner, Read("", {}, {}, step=step))
         if entry in read.moments:
-            raise ValueError(
-                f"{SPEAKER}: source has two moments of parameter {slot.owner!r} that {entry!r} may be, the second at "
+            raise WrongValue(
+                f"source has two moments of parameter {slot.owner!r} that {entry!r} may be, the second at "
                 f"{slot.path}; torch keeps one"
             )
         found[slot.owner] = read._replace(
@@ -169,26 +162,25 @@ def _checked(read: Read, p: SavedParam, group: Mapping[str, Any], damped: bool) 
         wanted, step = {"momentum_buffer"}, None
         for name, rule in (("dampening", damped or not group["dampening"]), ("momentum", bool(group.get("momentum")))):
             if not rule:
-                raise ValueError(
-                    f"{SPEAKER}: {name} of group {p.group} of target is {group[name]}, with which torch.optim.SGD "
+                raise WrongValue(
+                    f"{name} of group {p.group} of target is {group[name]}, with which torch.optim.SGD "
                     "keeps no such momentum; change it"
                 )
     elif "amsgrad" in group:
         wanted = {"exp_avg", "exp_avg_sq"}
         if group["amsgrad"]:
-            raise ValueError(
-                f"{SPEAKER}: group {p.group} of target has amsgrad, whose max_exp_avg_sq the source has not; switch it "
-                "off"
+            raise WrongValue(
+                f"group {p.group} of target has amsgrad, whose max_exp_avg_sq the source has not; switch it off"
             )
     if wanted is not None and set(moments) != wanted:
-        raise ValueError(
-            f"{SPEAKER}: source has {listed(moments)} of {p.words}, but the optimizer of group {p.group} of target "
+        raise WrongValue(
+            f"source has {listed(moments)} of {p.words}, but the optimizer of group {p.group} of target "
             f"keeps {listed(wanted)}; it is of another kind"
         )
     for entry, kept in moments.items():
         if p.tensor is not None and kept.shape != tuple(p.tensor.shape):
-            raise ValueError(
-                f"{SPEAKER}: {entry!r} of {p.words} has shape {kept.shape}, but target's parameter has "
+            raise WrongValue(
+                f"{entry!r} of {p.words} has shape {kept.shape}, but target's parameter has "
                 f"{tuple(p.tensor.shape)}; it is the state of another model"
             )
     return read._replace(moments=moments, step=step)

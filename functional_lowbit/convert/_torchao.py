@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_lowbit._refused import WrongValue
 from functional_lowbit.convert._kept import Blocks, Codes, Kept, by_map, is_map_of
 from functional_lowbit.convert._read import plain, signed
 from functional_lowbit.convert._saved import SavedParam
@@ -32,22 +33,22 @@ def blocks_of(x: Any) -> Blocks:
     own: Any = local_of(x)
     codes, scales, qmap = own.codes.detach().reshape(-1), own.scale.detach().reshape(-1), getattr(own, "qmap", None)
     if qmap is not None and len(qmap) not in (16, 256):
-        raise ValueError(f"a map of {len(qmap)} numbers, but 16 or 256 codes")
+        raise WrongValue(f"a map of {len(qmap)} numbers, but 16 or 256 codes")
     n, packed = prod(own.shape), qmap is not None and len(qmap) == 16
     if codes.numel() * (2 if packed else 1) != n or (n and (not scales.numel() or n % scales.numel())):
-        raise ValueError(f"{codes.numel()} codes and {scales.numel()} scales for {n} elements")
+        raise WrongValue(f"{codes.numel()} codes and {scales.numel()} scales for {n} elements")
     decode = (lambda codes, scales: codes.float() * scales) if qmap is None else by_map(qmap.detach())
     return Blocks(codes, scales, n // scales.numel() if n else 1, decode, packed)
 
 
-def read_moment(speaker: str, param: SavedParam, entry: str, x: Any) -> Kept:
+def read_moment(param: SavedParam, entry: str, x: Any) -> Kept:
     """A moment of torchao's Adam and AdamW."""
     if not is_torchao(x):  # small parameters have plain tensors
-        return plain(speaker, param, entry, x)
+        return plain(param, entry, x)
     try:
         blocks = blocks_of(x)
-    except ValueError as error:
-        raise ValueError(f"{speaker}: {entry!r} of {param.words} has {error}; the file is damaged") from error
+    except WrongValue as error:
+        raise WrongValue(f"{entry!r} of {param.words} has {error}; the file is damaged") from error
     own: Any = local_of(x)
     return blocks.kept(x, _known(blocks, getattr(own, "qmap", None), bool(getattr(own, "signed", signed(entry)))))
 
