@@ -46,6 +46,10 @@ class WrongState(Refused, RuntimeError):
     """Something that was left, here or on another rank, in a state that cannot be gone on from."""
 
 
+class NoAccess(Refused, OSError):
+    """A place that cannot be read or written."""
+
+
 class NotThere(Refused, FileNotFoundError):
     """A file that is needed and not there."""
 

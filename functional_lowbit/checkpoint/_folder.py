@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
+from functional_lowbit._refused import NoAccess, NotThere, WrongType, WrongValue
 from functional_lowbit.checkpoint import _lock
 
 METADATA = ".metadata"  # written last, by torch
@@ -35,7 +36,7 @@ def previous(path: Path) -> Path:
     return path.with_name(f".{path.name}.checkpoint-previous")
 
 
-def prepare(speaker: str, path: Path) -> None:
+def prepare(path: Path) -> None:
     """Make an empty folder to write into; what an interrupted save left is put right or removed.
 
     Raises:
@@ -43,22 +44,22 @@ def prepare(speaker: str, path: Path) -> None:
         ValueError: if there is something at `path` or beside it that is no checkpoint, or if another process writes it.
     """
     try:
-        _refuse_others(speaker, path)
+        _refuse_others(path)
         for folder in (partial(path), previous(path)):
             if folder.exists() and not _ours(folder):
-                raise ValueError(f"{speaker}: {str(folder)!r} must be what a save left, or nothing; move it away")
+                raise WrongValue(f"{str(folder)!r} must be what a save left, or nothing; move it away")
         if not _lock.lock(partial(path)):
-            raise ValueError(f"{speaker}: {str(path)!r} is being written by another process; one at a time may do so")
+            raise WrongValue(f"{str(path)!r} is being written by another process; one at a time may do so")
         if (previous(path) / METADATA).is_file() and nothing_at(path):
             previous(path).rename(path)
         shutil.rmtree(previous(path), ignore_errors=True)
         for left in partial(path).iterdir():
             left.unlink()
     except OSError as error:
-        raise OSError(f"{speaker}: cannot write at {str(path)!r}: {error}") from error
+        raise NoAccess(f"cannot write at {str(path)!r}: {error}") from error
 
 
-def put_in_place(speaker: str, path: Path) -> None:
+def put_in_place(path: Path) -> None:
     """Give the complete folder its name. The one that it replaces is removed only then.
 
     Raises:
@@ -66,13 +67,13 @@ def put_in_place(speaker: str, path: Path) -> None:
         ValueError: if a file is not there, as where ranks do not write to one disk; if there is something else now at
             `path`.
     """
-    metadata(speaker, partial(path))
+    metadata(partial(path))
     try:
-        _refuse_others(speaker, path)
+        _refuse_others(path)
         _sync(partial(path))
         rename(partial(path), path)
     except OSError as error:
-        raise OSError(f"{speaker}: cannot rename {str(partial(path))!r} to {str(path)!r}: {error}") from error
+        raise NoAccess(f"cannot rename {str(partial(path))!r} to {str(path)!r}: {error}") from error
 
 
 def rename(new: Path, path: Path) -> None:
@@ -103,10 +104,10 @@ def nothing_at(path: Path) -> bool:
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
-def _refuse_others(speaker: str, path: Path) -> None:
+def _refuse_others(path: Path) -> None:
     """Refuse to replace what is no checkpoint."""
     if not nothing_at(path) and not (path / METADATA).is_file():
-        raise ValueError(f"{speaker}: {str(path)!r} must be a checkpoint or nothing yet; move away what is there")
+        raise WrongValue(f"{str(path)!r} must be a checkpoint or nothing yet; move away what is there")
 
 
 def _ours(folder: Path) -> bool:
@@ -127,7 +128,7 @@ def discard(path: Path) -> None:
     shutil.rmtree(partial(path), ignore_errors=True)
 
 
-def find(speaker: str, path: Path) -> Path:
+def find(path: Path) -> Path:
     """The folder to read.
 
     Raises:
@@ -139,17 +140,15 @@ def find(speaker: str, path: Path) -> Path:
         whole, older = ((folder / METADATA).is_file() for folder in (path, previous(path)))
         there, left = not nothing_at(path), partial(path).exists()
     except OSError as error:
-        raise OSError(f"{speaker}: cannot read {str(path)!r}: {error}") from error
+        raise NoAccess(f"cannot read {str(path)!r}: {error}") from error
     if whole:
         return path
     if there:
-        raise ValueError(
-            f"{speaker}: {str(path)!r} is no complete checkpoint: it has no {METADATA}, which is written last"
-        )
+        raise WrongValue(f"{str(path)!r} is no complete checkpoint: it has no {METADATA}, which is written last")
     if older:
         return previous(path)
     hint = f"; {partial(path).name!r} beside it is what an interrupted save left, and not complete" if left else ""
-    raise FileNotFoundError(f"{speaker}: there is no checkpoint at {str(path)!r}{hint}")
+    raise NotThere(f"there is no checkpoint at {str(path)!r}{hint}")
 
 
 def identity(path: Path) -> tuple[str, str] | None:
@@ -162,7 +161,7 @@ def identity(path: Path) -> tuple[str, str] | None:
     return None
 
 
-def metadata(speaker: str, folder: Path) -> Any:
+def metadata(folder: Path) -> Any:
     """The account that torch keeps of the folder, if all files are there and as long as it says.
 
     Raises:
@@ -173,19 +172,15 @@ def metadata(speaker: str, folder: Path) -> Any:
         ends = sorted(_ends(found).items())
         holes = [name for name, entry in found.state_dict_metadata.items() if not _covered(name, entry)]
     except Exception as error:  # unpickling what was cut short or spoilt raises almost anything, and so does the result
-        raise ValueError(f"{speaker}: cannot read {str(folder / METADATA)!r}, the file is damaged: {error}") from error
+        raise WrongValue(f"cannot read {str(folder / METADATA)!r}, the file is damaged: {error}") from error
     if holes:
-        raise ValueError(
-            f"{speaker}: the entry {holes[0]!r} of {str(folder)!r} is not whole; a rank did not write its part"
-        )
+        raise WrongValue(f"the entry {holes[0]!r} of {str(folder)!r} is not whole; a rank did not write its part")
     for name, end in ends:
         file = folder / name
         if not file.is_file():
-            raise ValueError(f"{speaker}: the file {str(file)!r} of the checkpoint is missing")
+            raise WrongValue(f"the file {str(file)!r} of the checkpoint is missing")
         if file.stat().st_size < end:
-            raise ValueError(
-                f"{speaker}: the file {str(file)!r} is truncated: it has {file.stat().st_size} bytes of {end}"
-            )
+            raise WrongValue(f"the file {str(file)!r} is truncated: it has {file.stat().st_size} bytes of {end}")
     return found
 
 
@@ -200,11 +195,11 @@ def _ends(found: Any) -> dict[str, int]:
 def _covered(name: str, entry: Any) -> bool:
     """Whether the parts of a tensor, which do not overlap, make up the whole; True for what is no tensor."""
     if not isinstance(name, str) or not isinstance(entry, (TensorStorageMetadata, BytesStorageMetadata)):
-        raise TypeError(f"it says {entry!r} of {name!r}")
+        raise WrongType(f"it says {entry!r} of {name!r}")
     if isinstance(entry, BytesStorageMetadata):
         return True
     if not isinstance(entry.properties.dtype, torch.dtype):
-        raise TypeError(f"it says that {name!r} has dtype {entry.properties.dtype!r}")
+        raise WrongType(f"it says that {name!r} has dtype {entry.properties.dtype!r}")
     return sum(prod(part.sizes) for part in entry.chunks) == prod(entry.size)
 
 

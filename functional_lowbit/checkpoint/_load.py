@@ -9,9 +9,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from functional_lowbit import sharding
+from functional_lowbit._refused import WrongValue, speaking
 from functional_lowbit.checkpoint import _files, _folder, _ranks, _schema, _state_dict
 
 
+@speaking("checkpoint.load")
 def load(path: str | os.PathLike[str], tree: Any, *, convert: bool = False) -> Any:
     """Read a checkpoint into a tree like the given one, on any number of ranks. Every rank must call this.
 
@@ -41,39 +43,37 @@ def load(path: str | os.PathLike[str], tree: Any, *, convert: bool = False) -> A
         ...     fl.checkpoint.load(f"{folder}/last", {"w": torch.zeros(3)})
         Traceback (most recent call last):
             ...
-        ValueError: checkpoint.load: leaf 'w' was saved with shape [2], but the state has [3]
+        functional_lowbit._refused.WrongValue: checkpoint.load: leaf 'w' was saved with shape [2], but the state has [3]
     """
-    speaker, target = "checkpoint.load", _folder.real(path)
-    _ranks.same(speaker, "path", str(target))
+    target = _folder.real(path)
+    _ranks.same("path", str(target))
     for _ in range(2):
         before, loaded, error = _folder.identity(target), None, None
         try:
-            loaded = _load(speaker, target, tree, convert)
+            loaded = _load(target, tree, convert)
         except Exception as raised:  # on all ranks
             error = raised
-        found = _ranks.of_all(speaker, (before, _folder.identity(target)))
+        found = _ranks.of_all((before, _folder.identity(target)))
         if error is not None and all(first == last for first, last in found):
             raise error
         if error is None and len({x for pair in found for x in pair}) == 1:  # every rank read this one, and no other
             return loaded
-    raise ValueError(
-        f"{speaker}: {str(target)!r} was replaced while it was read, twice, or is another one on another rank; load it "
+    raise WrongValue(
+        f"{str(target)!r} was replaced while it was read, twice, or is another one on another rank; load it "
         "when nothing is saved there, from a disk that all ranks see"
     )
 
 
-def _load(speaker: str, target: Path, tree: Any, convert: bool) -> Any:
+def _load(target: Path, tree: Any, convert: bool) -> Any:
     def look() -> Any:
-        folder = _folder.find(speaker, target)
-        metadata = _folder.metadata(speaker, folder)
+        folder = _folder.find(target)
+        metadata = _folder.metadata(folder)
         saved = metadata.state_dict_metadata
         if _schema.SCHEMA not in saved:
-            raise ValueError(
-                f"{speaker}: {str(folder)!r} has no entry {_schema.SCHEMA!r}; it must come from checkpoint.save"
-            )
-        leaves = _schema.read(speaker, _read(speaker, folder, metadata, {_schema.SCHEMA: ""})[_schema.SCHEMA])
+            raise WrongValue(f"{str(folder)!r} has no entry {_schema.SCHEMA!r}; it must come from checkpoint.save")
+        leaves = _schema.read(_read(folder, metadata, {_schema.SCHEMA: ""})[_schema.SCHEMA])
         entries = {name: _entry(x, leaves.get(name, {}).get("kind")) for name, x in saved.items()}
-        return folder, metadata, _state_dict.plan(speaker, tree, leaves, entries, convert)
+        return folder, metadata, _state_dict.plan(tree, leaves, entries, convert)
 
     def read() -> Any:
         wanted = {
@@ -81,19 +81,19 @@ def _load(speaker: str, target: Path, tree: Any, convert: bool) -> Any:
             for name, one in readings.items()
             for ending, like in one.likes.items()
         }
-        _read(speaker, folder, metadata, wanted)
+        _read(folder, metadata, wanted)
         return _state_dict.build(tree, readings, lambda name, *_: wanted.pop(name))
 
-    folder, metadata, readings = _ranks.together(speaker, look)
-    return _ranks.together(speaker, read)
+    folder, metadata, readings = _ranks.together(look)
+    return _ranks.together(read)
 
 
-def _read(speaker: str, folder: Path, metadata: Any, wanted: dict[str, Any]) -> dict[str, Any]:
+def _read(folder: Path, metadata: Any, wanted: dict[str, Any]) -> dict[str, Any]:
     """`wanted`, filled."""
     try:
         _files.read(folder, metadata, wanted)
     except Exception as error:
-        raise ValueError(f"{speaker}: cannot read {str(folder)!r}, a file is damaged: {error}") from error
+        raise WrongValue(f"cannot read {str(folder)!r}, a file is damaged: {error}") from error
     return wanted
 
 

@@ -5,10 +5,16 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from functional_lowbit._refused import kind_of
+from functional_lowbit._refused import NoAccess, NotThere, Refused, WrongState, WrongType, WrongValue
 
 T = TypeVar("T")
-KINDS = {kind.__name__: kind for kind in (ValueError, TypeError, OSError, FileNotFoundError, RuntimeError)}
+KINDS: dict[type[Exception], type[Refused]] = {
+    FileNotFoundError: NotThere,
+    OSError: NoAccess,
+    TypeError: WrongType,
+    ValueError: WrongValue,
+    Exception: WrongState,
+}
 
 
 def here() -> bool:
@@ -16,7 +22,7 @@ def here() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def together(speaker: str, action: Callable[[], T], group: Any = None) -> T:
+def together(action: Callable[[], T], group: Any = None) -> T:
     """`action()` on every rank. If it raises on one, all raise: their own error, or that of the lowest such rank.
 
     Raises:
@@ -28,21 +34,20 @@ def together(speaker: str, action: Callable[[], T], group: Any = None) -> T:
     except Exception as raised:
         error = raised
     if here():
-        texts: list[Any] = [None] * dist.get_world_size(group)
-        mine = None if error is None else (_kind(error), str(error))
+        errors: list[Refused | None] = [None] * dist.get_world_size(group)
         try:
-            dist.all_gather_object(texts, mine, group=group)
+            dist.all_gather_object(errors, _sent(error), group=group)
         except Exception as lost:
-            raise (error or RuntimeError(f"{speaker}: another rank ended, or did not come: {lost}")) from lost
-        rank, first = next(((rank, text) for rank, text in enumerate(texts) if text is not None), (0, None))
-        if error is None and first is not None:
-            raise KINDS[first[0]](f"{first[1]} (on rank {rank})")
+            raise (error or WrongState(f"another rank ended, or did not come: {lost}")) from lost
+        for rank, theirs in enumerate(errors):
+            if theirs is not None and error is None:
+                error = type(theirs)(f"{theirs.reason} (on rank {rank})", theirs.leaf, theirs.speaker)
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
 
 
-def of_all(speaker: str, value: Any, group: Any = None) -> list[Any]:
+def of_all(value: Any, group: Any = None) -> list[Any]:
     """What each rank gives, in order of ranks.
 
     Raises:
@@ -54,29 +59,28 @@ def of_all(speaker: str, value: Any, group: Any = None) -> list[Any]:
     try:
         dist.all_gather_object(values, value, group=group)
     except Exception as lost:
-        raise RuntimeError(f"{speaker}: another rank ended, or did not come: {lost}") from lost
+        raise WrongState(f"another rank ended, or did not come: {lost}") from lost
     return values
 
 
-def same(speaker: str, what: str, value: Any, group: Any = None) -> None:
+def same(what: str, value: Any, group: Any = None) -> None:
     """Refuse, on all ranks, what is not the same on all.
 
     Raises:
         ValueError: with the first rank whose value differs from that of rank 0.
         RuntimeError: if another rank ended, or did not come.
     """
-    values = of_all(speaker, value, group)
+    values = of_all(value, group)
     other = next((rank for rank, theirs in enumerate(values) if theirs != values[0]), None)
     if other is not None:
-        raise ValueError(f"{speaker}: {what} must be the same on all ranks, but differs on ranks 0 and {other}")
+        raise WrongValue(f"{what} must be the same on all ranks, but differs on ranks 0 and {other}")
 
 
-def _kind(error: Exception) -> str:
-    return next(name for name in (kind_of(error), "OSError", "ValueError", "RuntimeError") if _fits(error, name))
-
-
-def _fits(error: Exception, name: str) -> bool:
-    return name == "RuntimeError" or (name in KINDS and isinstance(error, KINDS[name]))
+def _sent(error: Exception | None) -> Refused | None:
+    """What other ranks are told of an error, whose own class they may not have."""
+    if error is None or isinstance(error, Refused):
+        return error
+    return next(kind for python, kind in KINDS.items() if isinstance(error, python))(str(error))
 
 
 def number() -> int | None:

@@ -11,6 +11,7 @@ from functional_lowbit import formats
 from functional_lowbit._core.state.named import Named
 from functional_lowbit._core.state.quantized import Layout, QuantizedTensor, encode, zeros
 from functional_lowbit._core.state.resting import is_pinned
+from functional_lowbit._refused import WrongValue
 from functional_lowbit.checkpoint import _schema
 from functional_lowbit.formats._format import pack
 from functional_lowbit.sharding import ShardSpec, contiguous_stride, local_of, wrap
@@ -28,25 +29,25 @@ class Reading(NamedTuple):
     pinned: bool = False  # whether the leaf lies in pinned memory
 
 
-def reading(speaker: str, named: Named, own: Any, saved: Mapping[str, Any], convert: bool) -> Reading:
+def reading(named: Named, own: Any, saved: Mapping[str, Any], convert: bool) -> Reading:
     """How `own` is read from a leaf that the schema describes as `saved`.
 
     Raises:
         ValueError: for a leaf of another kind, field, shape or sign; without `convert`, of another format or block
             size.
     """
-    found = _reading(speaker, named, own, saved, convert)
+    found = _reading(named, own, saved, convert)
     part = own.codes if isinstance(own, QuantizedTensor) else own
     if not isinstance(part, Tensor):
         return found
     return found._replace(device=local_of(part).device, pinned=is_pinned(part))
 
 
-def _reading(speaker: str, named: Named, own: Any, saved: Mapping[str, Any], convert: bool) -> Reading:
+def _reading(named: Named, own: Any, saved: Mapping[str, Any], convert: bool) -> Reading:
     path = named.path
 
     def refuse(what: str, was: Any, has: Any, way_out: str = "") -> ValueError:
-        text = f"{speaker}: leaf {path!r} was saved with {what} {was!r}, but the state has {has!r}"
+        text = f"leaf {path!r} was saved with {what} {was!r}, but the state has {has!r}"
         return ValueError(f"{text}; {way_out}" if way_out else text)
 
     mine = _schema.describe(named, own)
@@ -83,10 +84,10 @@ def _reading(speaker: str, named: Named, own: Any, saved: Mapping[str, Any], con
         alike = saved["format"] == mine["format"] and saved["block_size"] == mine["block_size"]
         if alike and not own.layout.cut:
             return _as_it_is(own)
-        return _from_codes(own, saved_layout(speaker, path, own.layout.spec, saved, own.layout.format))
+        return _from_codes(own, saved_layout(path, own.layout.spec, saved, own.layout.format))
     if saved["stored"] == "values":
         return Reading({_schema.VALUES: own}, lambda parts: parts[_schema.VALUES])
-    return _from_codes(own, saved_layout(speaker, path, ShardSpec.of(own), saved, None))
+    return _from_codes(own, saved_layout(path, ShardSpec.of(own), saved, None))
 
 
 def _as_it_is(own: QuantizedTensor) -> Reading:
@@ -121,9 +122,7 @@ def _from_codes(own: Any, layout: Layout) -> Reading:
     return Reading(likes, build)
 
 
-def saved_layout(
-    speaker: str, path: str, spec: ShardSpec | None, saved: Mapping[str, Any], own: formats.Format | None
-) -> Layout:
+def saved_layout(path: str, spec: ShardSpec | None, saved: Mapping[str, Any], own: formats.Format | None) -> Layout:
     """The layout of codes that were saved whole. Where this mesh would cut their blocks, each rank reads all."""
     name = saved["format"]
     if own is not None and own.name == name:
@@ -131,27 +130,27 @@ def saved_layout(
     elif name in formats.names():
         format = formats.get(name)
     else:
-        raise ValueError(f"{speaker}: leaf {path!r} was saved with the format {name!r}, which formats.names() lacks")
+        raise WrongValue(f"leaf {path!r} was saved with the format {name!r}, which formats.names() lacks")
     layout = Layout(format, saved["signed"], tuple(saved["shape"]), saved["block_size"], spec)
     if spec is None or not layout.cut:
         return layout
     return layout._replace(spec=ShardSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, spec.shape, spec.stride))
 
 
-def expected(speaker: str, path: str, saved: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def expected(path: str, saved: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name of the dtype, and whole shape, of each tensor of a leaf that was saved, by the ending of its name."""
     if saved["kind"] != "quantized" or saved["stored"] == "values":
         return {ending: (dtype, tuple(saved["shape"])) for ending, dtype in saved["parts"].items()}
-    like = zeros(saved_layout(speaker, path, None, saved, None), META)
+    like = zeros(saved_layout(path, None, saved, None), META)
     parts = {".codes": like.codes, ".scales": like.scales}
     return {ending: (_schema.name_of(x.dtype), tuple(x.shape)) for ending, x in parts.items() if x is not None}
 
 
-def joined(speaker: str, path: str, saved: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
+def joined(path: str, saved: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
     """The leaf that was saved, of plain tensors that are as expected: a `QuantizedTensor`, or float32 of a cut one."""
     if ".codes" not in parts:
         return next(iter(parts.values()))
-    return QuantizedTensor(parts[".codes"], parts.get(".scales"), saved_layout(speaker, path, None, saved, None))
+    return QuantizedTensor(parts[".codes"], parts.get(".scales"), saved_layout(path, None, saved, None))
 
 
 def numbers(leaf: QuantizedTensor) -> Tensor:

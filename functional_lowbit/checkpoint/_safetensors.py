@@ -10,6 +10,7 @@ from uuid import uuid4
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from functional_lowbit._refused import NoAccess, NotInstalled, NotThere, WrongValue, speaking
 from functional_lowbit.checkpoint import _folder, _schema, _state_dict
 
 NUMBERS = "numbers"  # beside the schema in the file's metadata: JSON of the leaves that are no tensors
@@ -41,16 +42,16 @@ def save_safetensors(state: Any, file: str | os.PathLike[str]) -> None:
     write(file, lambda: _state_dict.state_dict(state))
 
 
+@speaking("checkpoint.save_safetensors")
 def write(file: str | os.PathLike[str], entries: Callable[[], dict[str, Any]]) -> None:
     """As `save_safetensors`, of what `state_dict` returns."""
-    speaker, target = "checkpoint.save_safetensors", Path(file).absolute()
-    library, flat = _library(speaker), entries()
+    target = Path(file).absolute()
+    library, flat = _library(), entries()
     tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor)}
     for name, x in tensors.items():
         if isinstance(x, DTensor):
-            raise ValueError(
-                f"{speaker}: {name!r} must be a plain tensor, got a DTensor; gather it first (full_tensor), or use "
-                "checkpoint.save"
+            raise WrongValue(
+                f"{name!r} must be a plain tensor, got a DTensor; gather it first (full_tensor), or use checkpoint.save"
             )
     numbers = {name: x for name, x in flat.items() if name not in tensors and name != _schema.SCHEMA}
     metadata = {_schema.SCHEMA: flat[_schema.SCHEMA], NUMBERS: json.dumps(numbers)}
@@ -65,9 +66,10 @@ def write(file: str | os.PathLike[str], entries: Callable[[], dict[str, Any]]) -
         _folder.rename(partial, target)
     except Exception as error:
         partial.unlink(missing_ok=True)
-        raise OSError(f"{speaker}: could not write {str(target)!r}: {error}") from error
+        raise NoAccess(f"could not write {str(target)!r}: {error}") from error
 
 
+@speaking("checkpoint.load_safetensors")
 def load_safetensors(state: Any, file: str | os.PathLike[str], *, convert: bool = False) -> Any:
     """A state like `state`, read from a file of `save_safetensors`.
 
@@ -86,33 +88,30 @@ def load_safetensors(state: Any, file: str | os.PathLike[str], *, convert: bool 
         >>> fl.checkpoint.load_safetensors({"w": torch.ones(2)}, "missing.safetensors")
         Traceback (most recent call last):
             ...
-        FileNotFoundError: checkpoint.load_safetensors: there is no file '...missing.safetensors'
+        functional_lowbit._refused.NotThere: checkpoint.load_safetensors: there is no file '...missing.safetensors'
     """
-    speaker, target = "checkpoint.load_safetensors", Path(file).absolute()
-    library = _library(speaker)
+    target = Path(file).absolute()
+    library = _library()
     if not target.is_file():
-        raise FileNotFoundError(f"{speaker}: there is no file {str(target)!r}")
+        raise NotThere(f"there is no file {str(target)!r}")
     try:
         with library.safe_open(target, "pt") as opened:
             metadata: Mapping[str, str] = opened.metadata() or {}
             saved: dict[str, Any] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             saved.update(json.loads(metadata.get(NUMBERS, "{}")))
     except Exception as error:
-        raise ValueError(f"{speaker}: cannot read {str(target)!r}, the file is damaged: {error}") from error
+        raise WrongValue(f"cannot read {str(target)!r}, the file is damaged: {error}") from error
     if _schema.SCHEMA not in metadata:
-        raise ValueError(
-            f"{speaker}: {str(target)!r} has no metadata {_schema.SCHEMA!r}; it must come from "
-            "checkpoint.save_safetensors"
+        raise WrongValue(
+            f"{str(target)!r} has no metadata {_schema.SCHEMA!r}; it must come from checkpoint.save_safetensors"
         )
-    return _state_dict.read(speaker, state, {**saved, _schema.SCHEMA: metadata[_schema.SCHEMA]}, convert)
+    return _state_dict.read(state, {**saved, _schema.SCHEMA: metadata[_schema.SCHEMA]}, convert)
 
 
-def _library(speaker: str) -> Any:
+def _library() -> Any:
     try:
         import safetensors
         import safetensors.torch
     except ImportError as error:
-        raise ImportError(
-            f"{speaker}: needs the package safetensors; pip install 'functional-lowbit[safetensors]'"
-        ) from error
+        raise NotInstalled("needs the package safetensors; pip install 'functional-lowbit[safetensors]'") from error
     return safetensors

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from functional_lowbit._refused import kind_of
+from functional_lowbit._refused import NoAccess, WrongState, WrongValue, kind_of, speaking
 from functional_lowbit.checkpoint import _files, _folder, _ranks, _schema, _state_dict
 
 _log = logging.getLogger("functional_lowbit.checkpoint")
@@ -51,18 +51,19 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     write(path, lambda: _state_dict.state_dict(tree))
 
 
+@speaking("checkpoint.save")
 def write(path: str | os.PathLike[str], entries: Callable[[], dict[str, Any]]) -> None:
     """As `save`, of what `state_dict` returns."""
-    speaker, target = "checkpoint.save", _folder.real(path)
-    call = object()
+    target, call = _folder.real(path), object()
     try:
-        flat = _ranks.together(speaker, lambda: _begun(speaker, target, entries, call))
-        _same_on_all(speaker, target, flat)
-        _write(speaker, target, flat, None, _ranks.number())
+        flat = _ranks.together(lambda: _begun(target, entries, call))
+        _same_on_all(target, flat)
+        _write(target, flat, None, _ranks.number())
     finally:
         _leave(target, call)
 
 
+@speaking("checkpoint.async_save")
 def async_save(path: str | os.PathLike[str], tree: Any) -> "Future[None]":
     """As `save`, in a thread. The tree is copied before this returns, so that training may go on at once.
 
@@ -88,15 +89,15 @@ def async_save(path: str | os.PathLike[str], tree: Any) -> "Future[None]":
         ...     fl.checkpoint.load(f"{folder}/last", {"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
-    speaker, target = "checkpoint.async_save", _folder.real(path)
-    call = object()
+    target, call = _folder.real(path), object()
 
     def entries() -> dict[str, Any]:
         return _state_dict.state_dict(tree)
 
     def write_in_thread() -> None:
         try:
-            _write(speaker, target, flat, group, rank)
+            with speaking("checkpoint.async_save"):
+                _write(target, flat, group, rank)
         except Exception as error:
             _log.warning("%s", error)  # the future tells only who asks
             raise
@@ -104,8 +105,8 @@ def async_save(path: str | os.PathLike[str], tree: Any) -> "Future[None]":
             _leave(target, call)
 
     try:
-        flat = _ranks.together(speaker, lambda: _files.copied(_begun(speaker, target, entries, call)))
-        _same_on_all(speaker, target, flat)
+        flat = _ranks.together(lambda: _files.copied(_begun(target, entries, call)))
+        _same_on_all(target, flat)
         group, rank = _ranks.own_group(), _ranks.number()
         if not _writer:
             _writer.append(ThreadPoolExecutor(1, "functional_lowbit.checkpoint"))
@@ -115,10 +116,10 @@ def async_save(path: str | os.PathLike[str], tree: Any) -> "Future[None]":
         raise
 
 
-def _begun(speaker: str, target: Path, entries: Callable[[], dict[str, Any]], call: object) -> dict[str, Any]:
+def _begun(target: Path, entries: Callable[[], dict[str, Any]], call: object) -> dict[str, Any]:
     """What is written; from here to `_leave` no other call of this process may write at `target`."""
     if _running.setdefault(target, call) is not call:
-        raise ValueError(f"{speaker}: {str(target)!r} is being written by another save; wait for its result first")
+        raise WrongValue(f"{str(target)!r} is being written by another save; wait for its result first")
     return entries()
 
 
@@ -138,18 +139,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
-def _same_on_all(speaker: str, target: Path, flat: Mapping[str, Any]) -> None:
-    _ranks.same(speaker, "path", str(target))
-    _ranks.same(speaker, "the tree's structure", flat[_schema.SCHEMA])
+def _same_on_all(target: Path, flat: Mapping[str, Any]) -> None:
+    _ranks.same("path", str(target))
+    _ranks.same("the tree's structure", flat[_schema.SCHEMA])
     numbers = {name: repr(x) for name, x in flat.items() if not isinstance(x, Tensor)}  # nan is not nan, 'nan' is
-    _ranks.same(speaker, "a number in the tree", numbers)
+    _ranks.same("a number in the tree", numbers)
 
 
-def _write(speaker: str, target: Path, flat: dict[str, Any], group: Any, rank: int | None) -> None:
+def _write(target: Path, flat: dict[str, Any], group: Any, rank: int | None) -> None:
     """Write the files and put them in place; `rank` is what it was when the caller asked, None without ranks."""
     if rank is None and any(map(_on_several, flat.values())):
-        raise _no_group(speaker, target)
-    _on_first(speaker, target, group, rank, _folder.prepare)
+        raise _no_group(target)
+    _on_first(target, group, rank, _folder.prepare)
     try:
         if rank is not None:
             _files.write_on_ranks(_folder.partial(target), flat, group)
@@ -159,28 +160,28 @@ def _write(speaker: str, target: Path, flat: dict[str, Any], group: Any, rank: i
         if not rank:
             _folder.discard(target)
         rank, (error, _) = next(iter(failed.failures.items()))
-        raise _cannot_write(speaker, target, error, f" on rank {rank}") from failed
+        raise _cannot_write(target, error, f" on rank {rank}") from failed
     except Exception as error:
         if rank is not None and not _ranks.here():
-            raise _no_group(speaker, target) from error
+            raise _no_group(target) from error
         if rank is not None:
-            text = f"{speaker}: another rank ended, or did not come, while {str(target)!r} was written: {error}"
-            raise RuntimeError(text) from error
+            text = f"another rank ended, or did not come, while {str(target)!r} was written: {error}"
+            raise WrongState(text) from error
         _folder.discard(target)
-        raise _cannot_write(speaker, target, error, "") from error
-    _on_first(speaker, target, group, rank, _folder.put_in_place)
+        raise _cannot_write(target, error, "") from error
+    _on_first(target, group, rank, _folder.put_in_place)
 
 
-def _on_first(speaker: str, target: Path, group: Any, rank: int | None, action: Callable[[str, Path], None]) -> None:
+def _on_first(target: Path, group: Any, rank: int | None, action: Callable[[Path], None]) -> None:
     """What one rank does for all."""
     if rank is not None and not _ranks.here():
-        raise _no_group(speaker, target)
-    _ranks.together(speaker, lambda: None if rank else action(speaker, target), group)
+        raise _no_group(target)
+    _ranks.together(lambda: None if rank else action(target), group)
 
 
-def _no_group(speaker: str, target: Path) -> RuntimeError:
-    return RuntimeError(
-        f"{speaker}: {str(target)!r} was not written, its ranks have no process group any more; destroy it when the "
+def _no_group(target: Path) -> WrongState:
+    return WrongState(
+        f"{str(target)!r} was not written, its ranks have no process group any more; destroy it when the "
         "checkpoint is in place"
     )
 
@@ -189,8 +190,6 @@ def _on_several(x: Any) -> bool:
     return isinstance(x, DTensor) and x.device_mesh.size() > 1
 
 
-def _cannot_write(speaker: str, target: Path, error: BaseException, where: str) -> OSError:
+def _cannot_write(target: Path, error: BaseException, where: str) -> NoAccess:
     kind = "" if isinstance(error, OSError) else f"{kind_of(error)}: "
-    return OSError(
-        f"{speaker}: could not write {str(target)!r}{where}: {kind}{error}; what was saved there before is untouched"
-    )
+    return NoAccess(f"could not write {str(target)!r}{where}: {kind}{error}; what was saved there before is untouched")

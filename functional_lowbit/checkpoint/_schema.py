@@ -14,6 +14,7 @@ from functional_lowbit import formats
 from functional_lowbit._core.state.named import LIKE_PARAMS, ROLES, Named
 from functional_lowbit._core.state.quantized import QuantizedTensor
 from functional_lowbit._core.version import __version__
+from functional_lowbit._refused import WrongType, WrongValue
 from functional_lowbit.sharding import local_of
 
 SCHEMA = "schema"  # the one entry of a saved state that belongs to no leaf
@@ -33,7 +34,7 @@ def describe(named: Named, leaf: Any) -> dict[str, Any]:
     kind = type(plain(leaf)).__name__
     if kind in NUMBERS:
         return {**({} if named.role in LIKE_PARAMS else _role(named)), "kind": kind, "parts": {"": kind}}
-    raise TypeError(
+    raise WrongType(
         f"state_dict: leaf {named.path!r} must be a tensor, a bool, a number or a string, got {type(leaf).__name__}"
     )
 
@@ -84,43 +85,43 @@ def of_bytes(raw: Any) -> str | None:
     return bytes(local_of(raw).tolist()).decode(errors="replace")
 
 
-def read(speaker: str, text: Any) -> dict[str, dict[str, Any]]:
+def read(text: Any) -> dict[str, dict[str, Any]]:
     """Leaves by path, each as `describe` says it.
 
     Raises:
         ValueError: for what `write` did not write, or another version of it.
     """
     if not isinstance(text, str):
-        raise ValueError(f"{speaker}: the entry {SCHEMA!r} must be a string, got {type(text).__name__}")
+        raise WrongValue(f"the entry {SCHEMA!r} must be a string, got {type(text).__name__}")
     try:
         document = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{speaker}: the entry {SCHEMA!r} is no JSON: {error}; the file is damaged") from error
+        raise WrongValue(f"the entry {SCHEMA!r} is no JSON: {error}; the file is damaged") from error
     version = document.get("version") if isinstance(document, dict) else None
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise ValueError(f"{speaker}: the schema must have a version, got {version!r}; the file is damaged")
+        raise WrongValue(f"the schema must have a version, got {version!r}; the file is damaged")
     reads = f"functional_lowbit {__version__} reads version {VERSION}"
     if version < VERSION:
-        raise ValueError(
-            f"{speaker}: the schema has version {version}, from before the first release of functional_lowbit; {reads} "
+        raise WrongValue(
+            f"the schema has version {version}, from before the first release of functional_lowbit; {reads} "
             "alone; resume with the revision that wrote the file"
         )
     if version > VERSION:
-        raise ValueError(
-            f"{speaker}: the schema has version {version}, written by functional_lowbit "
+        raise WrongValue(
+            f"the schema has version {version}, written by functional_lowbit "
             f"{document.get('library', '(unknown)')}; {reads}; use the newer library"
         )
     leaves = document.get("leaves")
     if not isinstance(leaves, dict):
-        raise ValueError(f"{speaker}: the schema must have leaves, got {type(leaves).__name__}; the file is damaged")
-    return {path: _checked(speaker, path, leaf) for path, leaf in leaves.items()}
+        raise WrongValue(f"the schema must have leaves, got {type(leaves).__name__}; the file is damaged")
+    return {path: _checked(path, leaf) for path, leaf in leaves.items()}
 
 
-def _checked(speaker: str, path: str, leaf: Any) -> dict[str, Any]:
+def _checked(path: str, leaf: Any) -> dict[str, Any]:
     """A leaf's description, if it says all that is asked of it."""
 
-    def refuse(rule: str, got: str = "") -> ValueError:
-        return ValueError(f"{speaker}: the schema's leaf {path!r} must {rule}{got}; the file is damaged")
+    def refuse(rule: str, got: str = "") -> WrongValue:
+        return WrongValue(f"the schema's leaf {path!r} must {rule}{got}; the file is damaged")
 
     if not isinstance(leaf, dict):
         raise refuse("be a dict", f", got {leaf!r}")

@@ -10,12 +10,13 @@ from functional_lowbit import _optree
 from functional_lowbit._core.contract import interrupted
 from functional_lowbit._core.state.named import Named, map_named, named_leaves
 from functional_lowbit._core.state.resting import is_pinned, pinned
-from functional_lowbit._refused import speaking
+from functional_lowbit._refused import WrongValue, speaking
 from functional_lowbit.checkpoint import _schema
 from functional_lowbit.checkpoint._reading import Reading, numbers, reading
 from functional_lowbit.sharding import ShardSpec
 
 
+@speaking("state_dict")
 def state_dict(state: Any) -> dict[str, Any]:
     """A state as a flat dict, ready for `torch.save` and `torch.distributed.checkpoint`.
 
@@ -42,8 +43,7 @@ def state_dict(state: Any) -> dict[str, Any]:
         >>> sorted(saved)
         ['0.mu.w.codes', '0.mu.w.scales', '0.nu.w.codes', '0.nu.w.scales', '0.step', 'schema']
     """
-    with speaking("state_dict"):
-        interrupted.refuse(state)
+    interrupted.refuse(state)
     return flat(named_leaves(state))
 
 
@@ -56,13 +56,14 @@ def flat(leaves: Iterable[tuple[Named, Any]]) -> dict[str, Any]:
         for ending in own["parts"]:
             name = path + ending
             if name in saved or name == _schema.SCHEMA or path in described:
-                raise ValueError(f"state_dict: two leaves have the path {name!r}; rename one")
+                raise WrongValue(f"two leaves have the path {name!r}; rename one")
             saved[name] = _part(leaf, ending)
         described[path] = own
     saved[_schema.SCHEMA] = _schema.write(described)
     return saved
 
 
+@speaking("load_state_dict")
 def load_state_dict(state: Any, saved: Mapping[str, Any], *, convert: bool = False) -> Any:
     """A state like `state`, with the tensors of `saved`.
 
@@ -89,17 +90,15 @@ def load_state_dict(state: Any, saved: Mapping[str, Any], *, convert: bool = Fal
         >>> fl.load_state_dict(fl.adam4bit(1e-3).init(params), saved, convert=True)[0].mu["w"]
         QuantizedTensor(root4, shape=(64, 64), block_size=128)
     """
-    return read("load_state_dict", state, saved, convert)
+    return read(state, saved, convert)
 
 
-def read(speaker: str, state: Any, saved: Mapping[str, Any], convert: bool) -> Any:
-    """As `load_state_dict`; `speaker` is who speaks in errors."""
+def read(state: Any, saved: Mapping[str, Any], convert: bool) -> Any:
+    """As `load_state_dict`, for whoever speaks."""
     if _schema.SCHEMA not in saved:
-        raise ValueError(
-            f"{speaker}: saved has no entry {_schema.SCHEMA!r}; it must come from functional_lowbit.state_dict"
-        )
-    leaves = _schema.read(speaker, saved[_schema.SCHEMA])
-    readings = plan(speaker, state, leaves, {name: _entry(x) for name, x in saved.items()}, convert)
+        raise WrongValue(f"saved has no entry {_schema.SCHEMA!r}; it must come from functional_lowbit.state_dict")
+    leaves = _schema.read(saved[_schema.SCHEMA])
+    readings = plan(state, leaves, {name: _entry(x) for name, x in saved.items()}, convert)
     return build(state, readings, lambda name, like, device: _moved(saved[name], device))
 
 
@@ -113,13 +112,10 @@ class Entry(NamedTuple):
     mesh: Any = None  # ranks, nested as the mesh's dimensions are
 
 
-def plan(
-    speaker: str, state: Any, leaves: Mapping[str, Any], entries: Mapping[str, Entry], convert: bool
-) -> dict[str, Reading]:
+def plan(state: Any, leaves: Mapping[str, Any], entries: Mapping[str, Entry], convert: bool) -> dict[str, Reading]:
     """How each leaf is read. Everything is compared here, so that nothing is half-loaded.
 
     Args:
-        speaker: Who speaks in errors.
         state: What is to be loaded into.
         leaves: The schema's description of each leaf that was saved.
         entries: What was saved, by name.
@@ -132,25 +128,25 @@ def plan(
     for named, leaf in named_leaves(state):
         path = named.path
         if path in wanted:
-            raise ValueError(f"{speaker}: two leaves of the state have the path {path!r}; rename one")
+            raise WrongValue(f"two leaves of the state have the path {path!r}; rename one")
         wanted[path] = named, leaf
         if path not in leaves:
-            raise ValueError(f"{speaker}: saved has no leaf {path!r}, which the state has")
+            raise WrongValue(f"saved has no leaf {path!r}, which the state has")
     listed = {_schema.SCHEMA}
     for path, leaf in leaves.items():
         if path not in wanted:
-            raise ValueError(f"{speaker}: saved has a leaf {path!r}, which the state has not")
+            raise WrongValue(f"saved has a leaf {path!r}, which the state has not")
         listed |= {path + ending for ending in leaf["parts"]}
     for name in entries:
         if name not in listed:
-            raise ValueError(f"{speaker}: saved has an entry {name!r}, which its schema does not list")
-    readings = {path: reading(speaker, *own, leaves[path], convert) for path, own in wanted.items()}
+            raise WrongValue(f"saved has an entry {name!r}, which its schema does not list")
+    readings = {path: reading(*own, leaves[path], convert) for path, own in wanted.items()}
     for path, one in readings.items():
         for ending, like in one.likes.items():
             name = path + ending
             if name not in entries:
-                raise ValueError(f"{speaker}: saved has no entry {name!r}, which its schema lists")
-            _check(speaker, name, _entry(like), entries[name])
+                raise WrongValue(f"saved has no entry {name!r}, which its schema lists")
+            _check(name, _entry(like), entries[name])
     return readings
 
 
@@ -166,20 +162,20 @@ def build(state: Any, readings: Mapping[str, Reading], take: Callable[[str, Any,
     return map_named(lambda named, _: new[named.path], state)
 
 
-def _check(speaker: str, name: str, own: Entry, saved: Entry) -> None:
+def _check(name: str, own: Entry, saved: Entry) -> None:
     """Refuse an entry that does not fit."""
     if own.kind != saved.kind:
-        raise ValueError(f"{speaker}: {name!r} must be a {own.kind}, got {saved.kind}")
+        raise WrongValue(f"{name!r} must be a {own.kind}, got {saved.kind}")
     for what, a, b in (
         ("dtype", own.dtype, saved.dtype),
         ("shape", own.shape, saved.shape),
         ("sharding", own.sharding, saved.sharding),
     ):
         if a != b and not (what == "sharding" and b is None):
-            raise ValueError(f"{speaker}: {name!r} must have {what} {a}, got {b}")
+            raise WrongValue(f"{name!r} must have {what} {a}, got {b}")
     if own.mesh != saved.mesh and saved.sharding is not None:
-        raise ValueError(
-            f"{speaker}: {name!r} must be on a mesh of the ranks {own.mesh}, got {saved.mesh}; checkpoint.save and "
+        raise WrongValue(
+            f"{name!r} must be on a mesh of the ranks {own.mesh}, got {saved.mesh}; checkpoint.save and "
             "load take any mesh"
         )
 

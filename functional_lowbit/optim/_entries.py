@@ -15,10 +15,9 @@ from functional_lowbit import _optree
 from functional_lowbit._core.contract import interrupted
 from functional_lowbit._core.state.named import Named, map_named
 from functional_lowbit._core.state.quantized import QuantizedTensor
-from functional_lowbit._refused import speaking
-from functional_lowbit.checkpoint import _schema
+from functional_lowbit._refused import WrongValue, speaking
+from functional_lowbit.checkpoint import _schema, _state_dict
 from functional_lowbit.checkpoint._schema import SCHEMA
-from functional_lowbit.checkpoint._state_dict import flat, load_state_dict
 from functional_lowbit.sharding import local_of
 
 
@@ -79,7 +78,7 @@ def save(leaves: Mapping[str, Any], named: Mapping[str, Named], device: torch.de
     """
     with speaking("state_dict"):
         interrupted.refuse(leaves)
-    entries = flat((named[entry], leaf) for entry, leaf in sorted(leaves.items()))
+    entries = _state_dict.flat((named[entry], leaf) for entry, leaf in sorted(leaves.items()))
     text = entries.pop(SCHEMA)
     device = next(
         (x.device for x in entries.values() if isinstance(x, Tensor) and x.ndim), device
@@ -87,11 +86,11 @@ def save(leaves: Mapping[str, Any], named: Mapping[str, Named], device: torch.de
     return {**entries, SCHEMA: _schema.as_bytes(text, device)}
 
 
-def load(speaker: str, leaves: Mapping[str, Any], entries: Any, convert: bool) -> dict[str, Any]:
+def load(name: str, leaves: Mapping[str, Any], entries: Any, convert: bool) -> dict[str, Any]:
     """New leaves, from the entries that were saved of one parameter. Nothing is written to.
 
     Args:
-        speaker: Who speaks in errors, and of which parameter.
+        name: Of the parameter.
         leaves: Leaf by name, as the optimizer has them.
         entries: What `save` returned.
         convert: As in `fl.load_state_dict`.
@@ -100,19 +99,19 @@ def load(speaker: str, leaves: Mapping[str, Any], entries: Any, convert: bool) -
         ValueError: for entries that do not fit.
     """
     if not isinstance(entries, Mapping) or SCHEMA not in entries:
-        raise ValueError(
-            f"{speaker} has no entry {SCHEMA!r}; it must come from a functional_lowbit.optim.Optimizer, and another "
-            "library's must be converted, by fl.convert"
+        raise WrongValue(
+            f"the state of {name!r} has no entry {SCHEMA!r}; it must come from a functional_lowbit.optim.Optimizer, "
+            "and another library's must be converted, by fl.convert"
         )
     raw = entries[SCHEMA]
     text = _schema.of_bytes(raw)
     if text is None:
         got = f"{raw.dtype} of shape {tuple(raw.shape)}" if isinstance(raw, Tensor) else type(raw).__name__
-        raise ValueError(f"{speaker} has an entry {SCHEMA!r} that must be uint8 of one dimension, got {got}")
-    try:
-        return load_state_dict(leaves, {**entries, SCHEMA: text}, convert=convert)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{speaker}: {str(error).removeprefix('load_state_dict: ')}") from error
+        raise WrongValue(
+            f"the state of {name!r} has an entry {SCHEMA!r} that must be uint8 of one dimension, got {got}"
+        )
+    with speaking(f"Optimizer.load_state_dict: the state of {name!r}"):
+        return _state_dict.read(leaves, {**entries, SCHEMA: text}, convert)
 
 
 def write_(leaf: Any, new: Any) -> Any:

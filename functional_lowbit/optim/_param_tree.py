@@ -131,8 +131,7 @@ class ParamTree:
         new: dict[str, dict[str, Any]] = {}
         for name, p in self.params.items():
             if p in saved:
-                speaker = f"Optimizer.load_state_dict: the state of {name!r}"
-                new[name] = _entries.load(speaker, self.leaves[name], saved[p], convert)
+                new[name] = _entries.load(name, self.leaves[name], saved[p], convert)
             elif p.requires_grad:
                 raise WrongValue(
                     f"state_dict has no state of {name!r}; save it with the optimizer that has this parameter"
