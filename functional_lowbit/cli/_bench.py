@@ -8,11 +8,9 @@ from typing import Any
 import torch
 
 from functional_lowbit._core.report.columns import table
-from functional_lowbit._core.version import __version__
 from functional_lowbit._refused import kind_of
 from functional_lowbit.cli._contenders import PEERS, REFERENCE, leaves, makers, parameters, shapes, versions
-from functional_lowbit.cli._output import Mistake, Result, amount, at_least_1, counted, said, words
-from functional_lowbit.cli._progress import progress
+from functional_lowbit.cli._output import Mistake, Result, amount, at_least, counted, progress, said, words
 from functional_lowbit.cli._timing import Timed, machine, race, synchronize, warm_up
 
 HELP = "time our formats on this machine, beside torch, torchao and bitsandbytes"
@@ -32,20 +30,15 @@ HEAD = ("optimizer", "ns/param", "× torch fused", "min", "max", "state bytes/pa
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `bench`."""
-    parser.add_argument(
-        "--size", type=amount, default=4_194_304, metavar="N", help="elements of all leaves (4194304; 64M)"
-    )
-    parser.add_argument(
-        "--leaves", type=at_least_1, default=1, metavar="N", help="how many leaves they are split into (1)"
-    )
-    parser.add_argument("--rounds", type=at_least_1, default=7, metavar="N", help="timings of each (7)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of parameters (float32)")
-    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
-    parser.add_argument(
-        "--threads", type=at_least_1, metavar="N", help="torch's threads (as many as it takes by itself)"
-    )
-    parser.add_argument("--only", type=words, default=[], metavar="WORDS", help="only names with one of these words")
-    parser.add_argument("--no-peers", action="store_true", help="leave out torchao and bitsandbytes")
+    add = parser.add_argument
+    add("--size", type=amount, default=4_194_304, metavar="N", help="elements of all leaves (4194304; 64M)")
+    add("--leaves", type=at_least(1), default=1, metavar="N", help="how many leaves they are split into (1)")
+    add("--rounds", type=at_least(1), default=7, metavar="N", help="timings of each (7)")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of parameters (float32)")
+    add("--device", default="cpu", help="cpu (default), cuda, cuda:1")
+    add("--threads", type=at_least(1), metavar="N", help="torch's threads (as many as it takes by itself)")
+    add("--only", type=words, default=[], metavar="WORDS", help="only names with one of these words")
+    add("--no-peers", action="store_true", help="leave out torchao and bitsandbytes")
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -79,11 +72,19 @@ def _measured(args: argparse.Namespace, names: list[str]) -> Result:
                 failed[name] = f"{kind_of(error)}: {said(error)}"[:300]
             advance(3 if name in entries else 3 + args.rounds, name)
         race(entries, entries[REFERENCE], args.rounds, args.device, advance)
-    document: dict[str, Any] = {"command": "bench", "version": __version__, "machine": machine(args.device)}
-    document |= {"device": args.device, "threads": torch.get_num_threads(), "versions": versions()}
-    document |= {"parameters": params, "leaves": args.leaves, "shape": list(of[0]), "dtype": args.dtype}
-    rows = [_row(name, entry, params) for name, entry in entries.items()]
-    document |= {"rounds": args.rounds, "rows": rows, "failed": failed}
+    document = {
+        "machine": machine(args.device),
+        "device": args.device,
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+        "parameters": params,
+        "leaves": args.leaves,
+        "shape": list(of[0]),
+        "dtype": args.dtype,
+        "rounds": args.rounds,
+        "rows": [_row(name, entry, params) for name, entry in entries.items()],
+        "failed": failed,
+    }
     return Result(document, _text(document))
 
 

@@ -1,28 +1,56 @@
 """One optimizer state of a checkpoint as another: of ours in a format, or of torch.optim."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import functional_lowbit as fl
+from functional_lowbit import formats
+from functional_lowbit._core.contract.base import Moment
 from functional_lowbit._core.state.named import Named
-from functional_lowbit._core.state.quantized import QuantizedTensor
+from functional_lowbit._core.state.quantized import Layout, QuantizedTensor, encode
 from functional_lowbit.checkpoint import _schema
+from functional_lowbit.checkpoint._reading import joined, write_again
 from functional_lowbit.checkpoint._state_dict import flat
 from functional_lowbit.cli._numbers import take
-from functional_lowbit.cli._output import Mistake, told
-from functional_lowbit.cli._recipes import in_format
-from functional_lowbit.cli._reformat import Made, Target, reformat, relative_error
-from functional_lowbit.cli._sections import OPTIMIZER, OURS, Leaf, Section, names_of
+from functional_lowbit.cli._output import Advance, Mistake
+from functional_lowbit.cli._sections import OPTIMIZER, OURS, Section, Unread, names_of
 from functional_lowbit.convert._library import any_saved, each_read
 from functional_lowbit.convert._own import is_own
 from functional_lowbit.convert._slots import named_leaves
 from functional_lowbit.optim import _entries
+from functional_lowbit.sharding import ShardSpec
+from functional_lowbit.transforms._low_bit import LowBit
 
+MOMENTS = ("mu", "nu", "trace")  # fields that the recipes in few bits keep in few bits; accumulators stay as they are
+MIN_SIZE = 4096  # as of `fl.low_bit`
 CPU = torch.device("cpu")
-Advance = Callable[..., None]
+
+
+class Made(NamedTuple):
+    """A leaf that was made of another."""
+
+    leaf: Any
+    before: str  # its format
+    after: str
+    bytes_before: int
+    bytes_after: int
+    error: float  # norm of the difference over the norm; 0 where nothing changed
+
+
+class Target(NamedTuple):
+    """What is asked for."""
+
+    format: formats.Format
+    block_size: int | None
+    min_size: int
+
+    def layout(self, described: dict[str, Any], min_size: int) -> Layout | None:
+        """How `fl.low_bit` would keep a moment; None for float32."""
+        rule = LowBit(fl.identity(), self.format, self.block_size, min_size, None)
+        like = torch.empty(described["shape"], dtype=torch.float32, device="meta")
+        return rule.layout("", Moment(described["signed"]), "", like)
 
 
 class Converted(NamedTuple):
@@ -34,7 +62,7 @@ class Converted(NamedTuple):
 
 
 def to_format(section: Section, target: Target, advance: Advance) -> Converted:
-    """A state as one of ours in a format.
+    """A state as one of ours in a format; one of ours keeps its leaves and their names, so it loads as before.
 
     Raises:
         Mistake: for a state that cannot be converted.
@@ -44,58 +72,81 @@ def to_format(section: Section, target: Target, advance: Advance) -> Converted:
         return _foreign_to_format(section, target, advance)
     _refuse_nested(section)
     made: dict[str, Made] = {}
+    for leaf in section.leaves:
+        if leaf.described:
+            made[leaf.path] = _reformat(leaf, leaf.described, target)
+            advance(made[leaf.path].bytes_before, leaf.path)
     if _schema.SCHEMA in section.node:
-        for leaf in section.leaves:
-            made[leaf.path] = reformat(leaf, target)
-            advance(made[leaf.path].bytes_before, leaf.path)
-        node = flat((_named(leaf, ""), made[leaf.path].leaf) for leaf in section.leaves)
+        node = flat((_named(leaf), made[leaf.path].leaf) for leaf in section.leaves)
         return Converted(node, made, "load it as before, into a state of this format")
-    prefixes = _prefixes(section)
-    state: dict[Any, Any] = {}
-    for key, entries in section.node["state"].items():
-        own = [leaf for leaf in section.leaves if leaf.path.startswith(prefixes[key]) and leaf.described]
-        new: dict[str, Any] = {}
-        for leaf in own:
-            made[leaf.path] = reformat(leaf, target)
-            new[leaf.path.removeprefix(prefixes[key])] = made[leaf.path].leaf
-            advance(made[leaf.path].bytes_before, leaf.path)
-        named = {leaf.path.removeprefix(prefixes[key]): _named(leaf, prefixes[key]) for leaf in own}
-        state[key] = _entries.save(new, named, CPU) if new else entries
-    node = {**section.node, "state": state}
-    return Converted(node, made, "load it as before, with an optimizer of this format")
+    state, names = dict(section.node["state"]), names_of(section.node["param_groups"])
+    for key in state:
+        own = [leaf for leaf in section.leaves if leaf.prefix == f"{names.get(key, key)}." and leaf.path in made]
+        if own:
+            leaves = {leaf.name: made[leaf.path].leaf for leaf in own}
+            state[key] = _entries.save(leaves, {leaf.name: _named(leaf) for leaf in own}, CPU)
+    return Converted({**section.node, "state": state}, made, "load it as before, with an optimizer of this format")
 
 
-def _named(leaf: Leaf, prefix: str) -> Named:
+def _named(leaf: Unread) -> Named:
     """A leaf's place in its own state."""
-    return _schema.named(leaf.path.removeprefix(prefix), dict(leaf.described or {}))
+    return _schema.named(leaf.name, dict(leaf.described or {}))
+
+
+def _reformat(leaf: Unread, described: dict[str, Any], target: Target) -> Made:
+    """A leaf of ours as the target wants it; what is no moment stays as it is."""
+    parts = {ending: take(x) for ending, x in leaf.parts.items()}
+    if any(isinstance(x, Tensor) and ShardSpec.of(x) is not None for x in parts.values()):
+        raise Mistake(f"leaf {leaf.path!r} is one rank's shard; save with fl.checkpoint.save, and convert that")
+    nbytes = sum(x.nbytes for x in parts.values() if isinstance(x, Tensor))
+    if described["kind"] != "quantized":
+        value, name = parts[""], described["parts"][""]
+        is_moment = leaf.role == "moment" and leaf.field in MOMENTS and name == "float32"
+        layout = target.layout(described, target.min_size) if is_moment else None
+        if layout is None:
+            return Made(value, name, name, nbytes, nbytes, 0.0)
+        new = encode(value, layout)
+        return Made(new, name, new.format.name, nbytes, new.nbytes, relative_error(new.dequantize(), value))
+    stored, before = joined("convert", leaf.path, described, parts), described["format"]
+    values = stored.dequantize() if isinstance(stored, QuantizedTensor) else stored
+    layout = target.layout(described, 0)  # it was chosen to rest in few bits
+    if layout is None:
+        return Made(values.clone(), before, "float32", nbytes, values.nbytes, 0.0)
+    if isinstance(stored, QuantizedTensor) and stored.layout._replace(threshold=layout.threshold) == layout:
+        return Made(stored, before, before, nbytes, stored.nbytes, 0.0)
+    new = write_again(values, layout)
+    return Made(new, before, new.format.name, nbytes, new.nbytes, relative_error(new.dequantize(), values))
+
+
+def relative_error(new: Tensor, old: Tensor) -> float:
+    """Norm of the difference over the norm, of the finite numbers; 0 for a leaf of zeros."""
+    old, new = old.detach().double().flatten(), new.detach().double().flatten()
+    finite = old.isfinite() & new.isfinite()
+    norm = float(old[finite].norm())
+    return float((new - old)[finite].norm()) / norm if norm else 0.0
 
 
 def _foreign_to_format(section: Section, target: Target, advance: Advance) -> Converted:
-    family, params = _family(section.node), _params(section.node)
-    exact = _state(section.node, params, in_format(family, "float32"))
-    state = _state(section.node, params, in_format(family, target.format.name, target.block_size))
-    plain = _leaves(exact)
+    format, family, params = target.format.name, _family(section.node), fl.convert.params_of(section.node)
+    plain = dict(named_leaves(_state(section.node, params, family, "float32")))
+    state = _state(section.node, params, family, format, target.block_size)
     made = {}
-    for path, leaf in _leaves(state).items():
-        old, name, error = plain[path], str(getattr(leaf, "dtype", "")).removeprefix("torch."), 0.0
+    for path, leaf in named_leaves(state):
+        if leaf is None:
+            continue
+        name, error = str(getattr(leaf, "dtype", "")).removeprefix("torch."), 0.0
         if isinstance(leaf, QuantizedTensor):
-            name, error = leaf.format.name, relative_error(leaf.dequantize(), old)
-        made[path] = Made(leaf, section.library, name, old.nbytes, leaf.nbytes, error)
+            name, error = leaf.format.name, relative_error(leaf.dequantize(), plain[path])
+        made[path] = Made(leaf, section.library, name, plain[path].nbytes, leaf.nbytes, error)
     advance(sum(one.bytes_before for one in made.values()))
-    stored = "" if target.format.name == "float32" else f"format={target.format.name!r}"
-    recipe = f"fl.{family}" if not stored else f"fl.{family}8bit"
-    how = f"load it into a state of {recipe}(..., {stored})" if stored else f"load it into a state of {recipe}(...)"
-    return Converted(fl.state_dict(state), made, f"{how}, or with fl.convert.from_saved into any other")
+    recipe = f"fl.{family}(...)" if format == "float32" else f"fl.{family}8bit(..., format={format!r})"
+    how = f"load it into a state of {recipe}, or with fl.convert.from_saved into any other"
+    return Converted(fl.state_dict(state), made, how)
 
 
-def _params(saved: Any) -> dict[str, Tensor]:
-    with told("params_of"):
-        return fl.convert.params_of(saved)
-
-
-def _state(saved: Any, params: dict[str, Tensor], tx: fl.GradientTransformation) -> Any:
-    with told(f"from_{fl.convert.library_of(saved)}"):
-        return fl.convert.from_saved(saved, tx.init(params), params)
+def _state(saved: Any, params: dict[str, Tensor], family: str, format: str, block_size: int | None = None) -> Any:
+    tx = getattr(fl, f"{family}8bit")(1e-3, format=format, block_size=block_size)  # its state has no learning rate
+    return fl.convert.from_saved(saved, tx.init(params), params)
 
 
 def to_torch(section: Section) -> Converted:
@@ -108,45 +159,35 @@ def to_torch(section: Section) -> Converted:
     saved: Any = section.node
     if _schema.SCHEMA in saved:
         saved = {name: take(x) for name, x in saved.items()}
-    family, params = _family(saved), _params(saved)
+    family, params = _family(saved), fl.convert.params_of(saved)
     groups = _groups(family, saved, list(params))
     if section.library == OURS:
-        with told("to_torch"):
-            result = fl.convert.to_torch(saved, groups)
+        result = fl.convert.to_torch(saved, groups)
     else:
         # Parameters that never had a gradient have no state, and may stay without: torch's load_state_dict takes that.
-        labels = {key: p.label for key, p in zip(_keys(groups), any_saved(saved).params, strict=True)}
+        keys = [key for group in groups for key in group["params"]]
+        labels = {key: p.label for key, p in zip(keys, any_saved("to_torch", saved).params, strict=True)}
         stepped = [{**g, "params": [labels[k] for k in g["params"] if labels[k] in params]} for g in groups]
-        with told("to_torch"):
-            result = fl.convert.to_torch(_state(saved, params, in_format(family, "float32")), stepped, params)
+        result = fl.convert.to_torch(_state(saved, params, family, "float32"), stepped, params)
         state = {key: result["state"][label] for key, label in labels.items() if label in result["state"]}
         result = {"state": state, "param_groups": groups}
-    made = {}
-    for key, entries in result["state"].items():
-        for name, x in entries.items():
-            made[f"{key}.{name}"] = Made(x, section.library, "float32", 0, x.nbytes, 0.0)
-    named = any(isinstance(key, str) for key in result["state"])
-    how = (
-        "load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which goes by names; set the "
-        "hyperparameters after that, the file has torch's defaults"
-        if named
-        else "load it with the optimizer's load_state_dict"
-    )
+    made = {
+        f"{key}.{name}": Made(x, section.library, "float32", 0, x.nbytes, 0.0)
+        for key, entries in result["state"].items()
+        for name, x in entries.items()
+    }
+    how = "load it with the optimizer's load_state_dict"
+    if any(isinstance(key, str) for key in result["state"]):
+        how = (
+            "load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which goes by names; set "
+            "the hyperparameters after that, the file has torch's defaults"
+        )
     return Converted(result, made, how)
 
 
-def _keys(groups: list[dict[str, Any]]) -> list[Any]:
-    return [key for group in groups for key in group["params"]]
-
-
 def _family(saved: Any) -> str:
-    """Which kind of optimizer a state is of, by its moments.
-
-    Raises:
-        Mistake: for one without moments.
-    """
-    with told("params_of"):
-        fields = {f for _, read in each_read(saved) for names in read.fields.values() for f in names}
+    """Which kind of optimizer a state is of, by its moments."""
+    fields = {f for _, read in each_read("params_of", saved) for names in read.fields.values() for f in names}
     if not fields and is_own(saved):
         raise Mistake("the state has no moments, so there is nothing to convert; make a new optimizer of torch.optim")
     return "adamw" if "nu" in fields else "lion" if "mu" in fields else "sgd"
@@ -170,13 +211,3 @@ def _refuse_nested(section: Section) -> None:
             "the state is that of an fl.optim optimizer inside a tree of fl.checkpoint; load it into one of the other "
             "format, with optimizer.load_state_dict(..., convert=True)"
         )
-
-
-def _prefixes(section: Section) -> dict[Any, str]:
-    """What the leaves of each parameter begin with, as in `_sections`."""
-    names = names_of(section.node["param_groups"])
-    return {key: f"{names.get(key, key)}." for key in section.node["state"]}
-
-
-def _leaves(state: Any) -> dict[str, Any]:
-    return {path: leaf for path, leaf in named_leaves(state) if leaf is not None}

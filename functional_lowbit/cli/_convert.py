@@ -5,14 +5,10 @@ from typing import Any
 
 import functional_lowbit as fl
 from functional_lowbit import formats
-from functional_lowbit._core.version import __version__
-from functional_lowbit.cli._conversions import Converted, to_format, to_torch
+from functional_lowbit.cli._conversions import MIN_SIZE, Converted, Target, to_format, to_torch
 from functional_lowbit.cli._inspect import damage, look_at
-from functional_lowbit.cli._output import Broken, Mistake, Result, at_least_0, at_least_1, counted, said, size
-from functional_lowbit.cli._progress import progress
-from functional_lowbit.cli._reformat import MIN_SIZE, Target
+from functional_lowbit.cli._output import Broken, Mistake, Result, at_least, counted, progress, size, told
 from functional_lowbit.cli._rewritten import check_place, replaced, write
-from functional_lowbit.cli._same import first_difference
 from functional_lowbit.cli._sections import Section, sections
 from functional_lowbit.cli._stores import FOLDER, TORCH, Store, open_store
 
@@ -35,23 +31,17 @@ LIBRARIES = ("torch", "torchao", "bitsandbytes", "flashoptim", "functional_lowbi
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `convert`."""
-    parser.add_argument("source", metavar="SRC", help="a file of torch.save, a safetensors file, a checkpoint folder")
-    parser.add_argument("target", metavar="DST", help="where to write; the same kind of file or folder")
-    parser.add_argument("--to", required=True, choices=[*formats.names(), TO_TORCH], help="a format, or torch.optim")
-    parser.add_argument("--from", dest="library", choices=["auto", *LIBRARIES], default="auto", help="library (auto)")
-    parser.add_argument(
-        "--block-size", type=at_least_1, metavar="N", help="elements that share a scale (the format's own)"
-    )
-    parser.add_argument(
-        "--min-size",
-        type=at_least_0,
-        default=MIN_SIZE,
-        metavar="N",
-        help=f"smaller leaves stay in float32 ({MIN_SIZE})",
-    )
-    parser.add_argument("--force", action="store_true", help="replace what is at DST")
-    parser.add_argument("--no-checksums", action="store_true", help="do not compare the checksums that SRC keeps")
-    parser.add_argument("--unsafe", action="store_true", help="run code that a pickled file holds, if you trust it")
+    add = parser.add_argument
+    add("source", metavar="SRC", help="a file of torch.save, a safetensors file, a checkpoint folder")
+    add("target", metavar="DST", help="where to write; the same kind of file or folder")
+    add("--to", required=True, choices=[*formats.names(), TO_TORCH], help="a format, or torch.optim")
+    add("--from", dest="library", choices=["auto", *LIBRARIES], default="auto", help="library (auto)")
+    add("--block-size", type=at_least(1), metavar="N", help="elements that share a scale (the format's own)")
+    smaller = f"smaller leaves stay in float32 ({MIN_SIZE})"
+    add("--min-size", type=at_least(0), default=MIN_SIZE, metavar="N", help=smaller)
+    add("--force", action="store_true", help="replace what is at DST")
+    add("--no-checksums", action="store_true", help="do not compare the checksums that SRC keeps")
+    add("--unsafe", action="store_true", help="run code that a pickled file holds, if you trust it")
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -74,15 +64,19 @@ def run(args: argparse.Namespace) -> Result:
     libraries = [_library(args, section) for section in found]
     _refuse_broken(args, store, found)
     target = Target(formats.get("float32" if args.to == TO_TORCH else args.to), args.block_size, args.min_size)
-    with progress("convert", sum(section.nbytes for section in found)) as advance:
-        if args.to == TO_TORCH:
-            made = [to_torch(section) for section in found]
-        else:
-            made = [to_format(section, target, advance) for section in found]
-    kind = _write(args, store, found, made)
+    with progress("convert", sum(section.nbytes for section in found)) as advance, told():
+        made = [to_torch(s) if args.to == TO_TORCH else to_format(s, target, advance) for s in found]
+    kind, tree = store.kind, made[0].node
+    if kind == TORCH:
+        tree = store.tree
+        for section, converted in zip(found, made, strict=True):
+            tree = replaced(tree, section.keys, converted.node)
+    elif args.to == TO_TORCH:  # which only torch.save keeps
+        kind = TORCH
+    write(kind, args.target, tree, args.unsafe)
     states = [_document(s, library, c) for s, library, c in zip(found, libraries, made, strict=True)]
-    document: dict[str, Any] = {"command": "convert", "version": __version__, "source": args.source}
-    document |= {"target": args.target, "kind": kind, "to": args.to, "states": states, "verified": True}
+    document = {"source": args.source, "target": args.target, "kind": kind, "to": args.to, "states": states}
+    document |= {"verified": True}
     return Result(document, _text(document))
 
 
@@ -101,38 +95,13 @@ def _refuse_broken(args: argparse.Namespace, store: Store, found: list[Section])
 
 def _library(args: argparse.Namespace, section: Section) -> str:
     try:
-        found = fl.convert.library_of(section.node)
-    except (TypeError, ValueError) as error:
-        raise Broken(f"{section.where or args.source!r}: {said(error, 'library_of')}") from error
+        with told():
+            found = fl.convert.library_of(section.node)
+    except Mistake as error:
+        raise Broken(f"{section.where or args.source!r}: {error}") from error
     if args.library not in ("auto", found):
         raise Mistake(f"--from {args.library}: the state in {args.source!r} is from {found}")
     return found
-
-
-def _write(args: argparse.Namespace, store: Store, found: list[Section], made: list[Converted]) -> str:
-    """Write the result; the kind of what was written."""
-    if store.kind == TORCH:
-        tree = store.tree
-        for section, converted in zip(found, made, strict=True):
-            tree = replaced(tree, section.keys, converted.node)
-    elif args.to == TO_TORCH:  # which only torch.save keeps
-        store, tree = store._replace(kind=TORCH), made[0].node
-    else:
-        tree = made[0].node
-
-    def verify(path: str) -> None:
-        with progress("verify", 1) as advance:
-            written = open_store(path, args.unsafe).tree
-            wanted = tree
-            if store.kind != TORCH:  # in another order
-                written, wanted = ({name: x[name] for name in sorted(x)} for x in (written, tree))
-            wrong = first_difference(wanted, written)
-            advance(1)
-        if wrong is not None:
-            raise Broken(f"{wrong!r} was not written as it should be, so nothing was put at {args.target!r}; try again")
-
-    write(store, args.target, tree, verify)
-    return store.kind
 
 
 def _document(section: Section, library: str, converted: Converted) -> dict[str, Any]:

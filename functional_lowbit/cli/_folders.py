@@ -9,26 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from functional_lowbit._private import PICKLED_IN_METADATA
-from functional_lowbit.checkpoint import _folder
+from functional_lowbit.checkpoint import _files, _folder
 from functional_lowbit.cli._numbers import Pending
-from functional_lowbit.cli._output import Broken, Mistake, said, told
+from functional_lowbit.cli._output import Advance, Broken, Mistake, said, told
 
-Check = Callable[[Callable[..., None]], list[str]]
+CHUNK = 1 << 22  # bytes of a file that are looked at in one go
 METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 METADATA_CLASSES = {
     *("Metadata", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
     *("TensorProperties", "MetadataIndex"),
 }
-SPEAKER = "inspect"  # of `checkpoint._folder`'s errors, whose texts are handed on without it
+SPEAKER = "inspect"
 
 
-def open_folder(path: Path, unsafe: bool) -> tuple[Mapping[Any, Any], int, Check]:
+def open_folder(path: Path, unsafe: bool) -> tuple[Mapping[Any, Any], int, Callable[[Advance], list[str]]]:
     """What was saved, bytes on the disk, and how to compare checksums.
 
     Raises:
@@ -39,23 +37,20 @@ def open_folder(path: Path, unsafe: bool) -> tuple[Mapping[Any, Any], int, Check
     names = [x.name for x in place.iterdir()] if place.is_dir() else []
     if names and not any(name == _folder.METADATA or name.endswith(".distcp") for name in names):
         raise Mistake(f"{str(path)!r} is a folder without a checkpoint; give one of the files in it")
-    with told(SPEAKER, Mistake, OSError), told(SPEAKER, Broken, ValueError):
+    with told(Mistake, OSError), told(Broken):
         folder = _folder.find(SPEAKER, place)
     if not unsafe:
         _refuse_code(folder / _folder.METADATA)
-    with told(SPEAKER, Broken, ValueError):
+    with told(Broken):
         metadata = _folder.metadata(SPEAKER, folder)
 
-    def reader(name: str, like: Any) -> Callable[[], Tensor]:
-        return lambda: _read(folder, metadata, name, like(), unsafe)
+    def entry(name: str, saved: Any) -> Any:
+        if not isinstance(saved, TensorStorageMetadata):
+            return _read(folder, metadata, name, "", unsafe)
+        dtype, shape = saved.properties.dtype, tuple(saved.size)
+        return Pending(dtype, shape, lambda: _read(folder, metadata, name, torch.empty(shape, dtype=dtype), unsafe))
 
-    flat: dict[str, Any] = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            dtype, shape = entry.properties.dtype, tuple(entry.size)
-            flat[name] = Pending(dtype, shape, reader(name, lambda d=dtype, s=shape: torch.empty(s, dtype=d)))
-        else:
-            flat[name] = _read(folder, metadata, name, "", unsafe)
+    flat = {name: entry(name, saved) for name, saved in metadata.state_dict_metadata.items()}
     size = sum(x.stat().st_size for x in folder.iterdir() if x.is_file())
     return _nested(flat, metadata.planner_data), size, lambda advance: _damage(folder, metadata, advance)
 
@@ -123,17 +118,15 @@ class _Planner(DefaultLoadPlanner):
 
 
 def _read(folder: Path, metadata: Any, name: str, like: Any, unsafe: bool) -> Any:
-    reader, planner = FileSystemReader(folder), _Planner(unsafe)
+    planner = _Planner(unsafe)
     try:
-        planner.set_up_planner({name: like}, metadata, is_coordinator=True)
-        reader.set_up_storage_reader(metadata, True)
-        reader.read_data(planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan())), planner).wait()
+        _files.read(folder, metadata, {name: like}, planner)
     except Exception as error:
         raise Broken(f"cannot read {name!r} of {str(folder)!r}, a file is damaged: {said(error)}") from error
     return planner.state_dict[name]
 
 
-def _damage(folder: Path, metadata: Any, advance: Callable[..., None]) -> list[str]:
+def _damage(folder: Path, metadata: Any, advance: Advance) -> list[str]:
     """Entries whose bytes are not those that were written. Each is a small file of torch.save, with a checksum."""
     found = []
     for index, where in metadata.storage_data.items():
@@ -141,11 +134,28 @@ def _damage(folder: Path, metadata: Any, advance: Callable[..., None]) -> list[s
             file.seek(where.offset)
             stored = file.read(where.length)
         advance(len(stored), index.fqn)
-        try:
-            archive = zipfile.ZipFile(io.BytesIO(stored))
-            damaged = archive.testzip() is not None
-        except Exception:  # flipped bits make zipfile raise almost anything
-            damaged = True
-        if damaged:
-            found.append(f"the bytes of {index.fqn!r} are not those that were written (their checksum says)")
+        if zip_damage(io.BytesIO(stored), "the entry", lambda *done: None):
+            found.append(_not_as_written(index.fqn))
     return found
+
+
+def zip_damage(file: Path | io.BytesIO, what: str, advance: Advance) -> list[str]:
+    """Records of a file of torch.save whose bytes are not those that were written."""
+    found = []
+    try:
+        archive = zipfile.ZipFile(file)
+    except Exception as error:  # torch reads less of the directory than Python does
+        return [f"the directory of {what} is not as it was written: {said(error)}"]
+    with archive:
+        for record in archive.infolist():
+            try:
+                with archive.open(record) as bytes_:
+                    while chunk := bytes_.read(CHUNK):
+                        advance(len(chunk), record.filename)
+            except Exception:  # flipped bits say that a record is encrypted, or packed in a way that nobody knows
+                found.append(_not_as_written(record.filename))
+    return found
+
+
+def _not_as_written(name: str) -> str:
+    return f"the bytes of {name!r} are not those that were written (their checksum says)"

@@ -4,11 +4,9 @@ import argparse
 from typing import Any
 
 from functional_lowbit._core.report.columns import table
-from functional_lowbit._core.version import __version__
 from functional_lowbit.cli._leaves import Row, look
-from functional_lowbit.cli._output import Mistake, Result, counted, size
-from functional_lowbit.cli._progress import progress
-from functional_lowbit.cli._sections import Section, beside, sections
+from functional_lowbit.cli._output import Mistake, Result, counted, progress, size
+from functional_lowbit.cli._sections import Section, Unread, beside, sections
 from functional_lowbit.cli._stores import Store, open_store
 
 HELP = "look into an optimizer checkpoint, and find what is broken"
@@ -24,14 +22,18 @@ States of this library, of torch.optim, torchao and bitsandbytes are understood.
 so a checkpoint may be larger than the memory. The exit status is 1 if anything is broken.
 """
 HEAD = ("path", "format", "shape", "block", "bytes", "min", "max", "abs max", "zeros", "NaN", "Inf")
+COUNTED = {"numbers": "total", "min": "low", "max": "high", "abs_max": "largest"} | {
+    k: k for k in ("zeros", "nan", "inf")
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `inspect`."""
-    parser.add_argument("path", metavar="PATH", help="a file of torch.save, a safetensors file, or a checkpoint folder")
-    parser.add_argument("--broken", action="store_true", help="list only the leaves that are broken")
-    parser.add_argument("--no-checksums", action="store_true", help="do not compare the checksums that the file keeps")
-    parser.add_argument("--unsafe", action="store_true", help="run code that a pickled file holds, if you trust it")
+    add = parser.add_argument
+    add("path", metavar="PATH", help="a file of torch.save, a safetensors file, or a checkpoint folder")
+    add("--broken", action="store_true", help="list only the leaves that are broken")
+    add("--no-checksums", action="store_true", help="do not compare the checksums that the file keeps")
+    add("--unsafe", action="store_true", help="run code that a pickled file holds, if you trust it")
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -52,8 +54,6 @@ def run(args: argparse.Namespace) -> Result:
     rows = look_at(found)
     bad = len(damaged) + sum(len(s.problems) for s in found) + sum(bool(r.problems) for own in rows for r in own)
     document = {
-        "command": "inspect",
-        "version": __version__,
         "path": args.path,
         "kind": store.kind,
         "bytes": store.size,
@@ -73,14 +73,14 @@ def damage(store: Store) -> list[str]:
 
 def look_at(found: list[Section]) -> list[list[Row]]:
     """What there is to say of each leaf of some states; one leaf at a time is in memory."""
-    rows: list[list[Row]] = []
     with progress("read leaves", sum(section.nbytes for section in found)) as advance:
-        for section in found:
-            rows.append([])
-            for leaf in section.leaves:
-                rows[-1].append(look(leaf))
-                advance(leaf.nbytes, leaf.path)
-    return rows
+
+        def looked(leaf: Unread) -> Row:
+            row = look(leaf)
+            advance(leaf.nbytes, leaf.path)
+            return row
+
+        return [[looked(leaf) for leaf in section.leaves] for section in found]
 
 
 def _document(section: Section, rows: list[Row], only_broken: bool) -> dict[str, Any]:
@@ -96,19 +96,10 @@ def _document(section: Section, rows: list[Row], only_broken: bool) -> dict[str,
 
 
 def _leaf(row: Row) -> dict[str, Any]:
-    n = row.numbers
-    counts = {"numbers": None, "min": None, "max": None, "abs_max": None, "zeros": None, "nan": None, "inf": None}
-    if n is not None:
-        counts = {"numbers": n.total, "min": n.low, "max": n.high, "abs_max": n.largest}
-        counts |= {"zeros": n.zeros, "nan": n.nan, "inf": n.inf}
-    own = {
-        "path": row.path,
-        "role": row.role,
-        "format": row.format,
-        "shape": list(row.shape),
-        "block_size": row.block_size,
-    }
-    return {**own, "bytes": row.bytes, **counts, "problems": row.problems}
+    """As in the document: the row's fields, with what was counted at the place of its numbers."""
+    own = row._asdict()
+    problems = own.pop("problems")
+    return {**own, **{key: getattr(row.numbers, name, None) for key, name in COUNTED.items()}, "problems": problems}
 
 
 def _text(document: dict[str, Any]) -> str:

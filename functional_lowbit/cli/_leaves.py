@@ -1,7 +1,8 @@
 """One leaf looked at: its format, its numbers, and what is wrong with it."""
 
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +13,24 @@ from functional_lowbit._core.state.quantized import QuantizedTensor
 from functional_lowbit._core.version import __version__
 from functional_lowbit.checkpoint import _schema
 from functional_lowbit.checkpoint._reading import expected, joined
-from functional_lowbit.cli._foreign import read_foreign
-from functional_lowbit.cli._numbers import Numbers, bad_scales, count, decoded, pieces, share, take, unreadable
+from functional_lowbit.cli._numbers import (
+    CHUNK,
+    Numbers,
+    bad_scales,
+    bytes_of,
+    count,
+    decoded,
+    dense_parts,
+    pieces,
+    share,
+    take,
+    unreadable,
+    wrong,
+)  # fmt: skip
 from functional_lowbit.cli._output import Broken
-from functional_lowbit.cli._sections import Leaf
+from functional_lowbit.cli._sections import Unread
+from functional_lowbit.convert import _bitsandbytes as bitsandbytes, _torchao as torchao
+from functional_lowbit.convert._kept import Blocks
 from functional_lowbit.sharding import local_of
 
 
@@ -23,61 +38,56 @@ class Row(NamedTuple):
     """What is said of a leaf."""
 
     path: str
+    role: str | None  # what it is in a state, if that is known
     format: str
     shape: tuple[int, ...]
     block_size: int | None
     bytes: int
     numbers: Numbers | None  # None if they cannot be read
     problems: list[str]
-    role: str | None = None  # what it is in a state, if that is known
 
 
-def look(leaf: Leaf) -> Row:
+def look(leaf: Unread) -> Row:
     """Read a leaf and judge it. Only this leaf is in memory."""
-    return _look(leaf)._replace(role=leaf.role)
-
-
-def _look(leaf: Leaf) -> Row:
+    described = leaf.described or {}
+    name = described.get("format") or next(map(str, described.get("parts", {}).values()), "unknown")
+    shape, block = tuple(described.get("shape", ())), described.get("block_size")
+    row = Row(leaf.path, leaf.role, name, shape, block, leaf.nbytes, None, [])
     try:
         parts = {ending: take(x) for ending, x in leaf.parts.items()}
     except Broken as broken:
-        return _row(leaf, None, [str(broken)])
-    if leaf.described is None:
-        found = read_foreign(parts)
-        problems = found.problems if found.numbers is None else found.problems + judge(found.numbers, leaf.nonnegative)
-        return Row(leaf.path, *found._replace(problems=problems))
-    described = leaf.described
-    missing = [f"the entry {leaf.path + end!r} is missing" for end in described["parts"] if end not in parts]
-    if described["kind"] not in ("tensor", "quantized"):
-        return Row(leaf.path, described["kind"], (), None, 0, None, missing or _odd(parts[""], described["kind"]))
+        return row._replace(problems=[str(broken)])
+    row = _of_another_library(row, parts) if leaf.described is None else _of_ours(row, described, parts)
+    if row.numbers is None:
+        return row
+    below = row.numbers.negative if leaf.nonnegative else 0
+    return row._replace(
+        problems=row.problems + wrong(row.numbers, "numbers", **{"below 0, and never should be": below})
+    )
+
+
+def _of_ours(row: Row, described: Mapping[str, Any], parts: Mapping[str, Any]) -> Row:
+    kind, path = described["kind"], row.path
+    missing = [f"the entry {path + end!r} is missing" for end in described["parts"] if end not in parts]
+    if kind not in ("tensor", "quantized"):
+        return row._replace(format=kind, bytes=0, problems=missing or _odd(parts[""], kind))
     if described.get("format", "float32") not in formats.names():
-        missing.append(f"the format {described['format']!r} is none that version {__version__} has")
+        missing.append(f"the format {row.format!r} is none that version {__version__} has")
     if missing:
-        return _row(leaf, None, missing)
-    wanted = expected("inspect", leaf.path, described)
-    problems = [text for ending, like in wanted.items() for text in _misfit(leaf.path + ending, parts[ending], *like)]
+        return row._replace(problems=missing)
+    wanted = expected("inspect", path, described)
+    problems = [text for ending, like in wanted.items() for text in _misfit(path + ending, parts[ending], *like)]
+    local = {ending: local_of(x) for ending, x in parts.items() if isinstance(x, Tensor)}
     if problems:
-        return _row(leaf, None, problems)
-    local = {ending: local_of(x) for ending, x in parts.items()}
+        return row._replace(problems=problems)
     if ".codes" not in local:
-        numbers = count(pieces(*local.values()))
-        return _row(leaf, numbers, judge(numbers, leaf.nonnegative))
+        return row._replace(numbers=count(pieces(*local.values())))
     if any(local[ending].shape != shape for ending, (_, shape) in wanted.items()):
-        return _row(leaf, None, [])  # a rank's part of a DTensor, whose blocks another rank may have
-    stored = joined("inspect", leaf.path, described, local)
+        return row  # a rank's part of a DTensor, whose blocks another rank may have
+    stored = joined("inspect", path, described, local)
     if stored.scales is not None:
         problems = bad_scales(stored.scales, zero=False) + _bad_codes(stored)
-    numbers = count(decoded(stored))
-    return _row(leaf, numbers, [*problems, *judge(numbers, leaf.nonnegative)])
-
-
-def _row(leaf: Leaf, numbers: Numbers | None, problems: list[str]) -> Row:
-    described = leaf.described or {}
-    parts = described.get("parts", {})
-    name = described.get("format") or next((str(x) for x in parts.values()), "unknown")
-    return Row(
-        leaf.path, name, tuple(described.get("shape", ())), described.get("block_size"), leaf.nbytes, numbers, problems
-    )
+    return row._replace(numbers=count(decoded(stored)), problems=problems)
 
 
 def _odd(x: Any, kind: str) -> list[str]:
@@ -114,19 +124,47 @@ def never_written(format: formats.Format, signed: bool) -> Tensor | None:
     if codec.packing != 1 or codec.dtype.itemsize != 1:
         return None
     codes = torch.arange(256, dtype=torch.int32, device="cpu").to(torch.uint8).view(codec.dtype)[:, None]
-    read = codec.decode(codes, torch.ones(256, 1, device="cpu"))[:, 0]
-    nan, inf = float("nan"), float("inf")
-    edge = torch.tensor([[nan, inf, -inf, 1.0], [-nan, inf, -inf, 1.0]], device="cpu").copysign(
-        torch.tensor([[1.0, 1.0, -1.0, 1.0], [-1.0, 1.0, -1.0, 1.0]], device="cpu")
-    )
-    written = codec.encode(edge)[0].view(torch.uint8).flatten().int()
-    never = read.isnan()
-    never[written] = False
+    never = codec.decode(codes, torch.ones(256, 1, device="cpu"))[:, 0].isnan()
+    signs = torch.tensor([[1.0, 1.0, -1.0, 1.0], [-1.0, 1.0, -1.0, 1.0]], device="cpu")
+    edge = torch.tensor([float("nan"), inf, inf, 1.0], device="cpu").expand(2, 4).copysign(signs)
+    never[codec.encode(edge)[0].view(torch.uint8).flatten().int()] = False
     return never if bool(never.any()) else None
 
 
-def judge(numbers: Numbers, nonnegative: bool) -> list[str]:
-    """What is wrong with the numbers of a leaf."""
-    below = numbers.negative if nonnegative else 0
-    kinds = {"NaN": numbers.nan, "Inf": numbers.inf, "below 0, and never should be": below}
-    return [share(n, numbers.total, "numbers", kind) for kind, n in kinds.items() if n]
+def _of_another_library(row: Row, parts: Mapping[str, Any]) -> Row:
+    """By its parts: "" for the tensor or number, ".absmax" and ".qmap" beside it in bitsandbytes."""
+    x = parts[""]
+    if not isinstance(x, Tensor):
+        try:
+            number = float(x)
+        except OverflowError:  # an int of more than 1024 bits
+            number = inf
+        return row._replace(format=type(x).__name__, numbers=count([torch.tensor(number, dtype=torch.float64)]))
+    row, x = row._replace(shape=tuple(x.shape)), local_of(x)
+    absmax, qmap = parts.get(".absmax"), parts.get(".qmap")
+    if isinstance(absmax, Tensor) and isinstance(qmap, Tensor):
+        absmax, qmap = local_of(absmax), local_of(qmap)
+        row = row._replace(format="bitsandbytes 8bit", bytes=sum(part.nbytes for part in (x, absmax, qmap)))
+        return _of_blocks(row, lambda: bitsandbytes.blocks_of(x, absmax, qmap))
+    if torchao.is_torchao(x):
+        own: Any = x
+        qmap = getattr(own, "qmap", None)
+        name = "fp8" if qmap is None else "4bit" if len(qmap) == 16 else "8bit"
+        nbytes = sum(part.nbytes for part in (own.codes, own.scale, qmap) if part is not None)
+        return _of_blocks(row._replace(format=f"torchao {name}", bytes=nbytes), lambda: [torchao.blocks_of(x)])
+    dtype, numbers = _schema.name_of(x.dtype), x
+    if x.layout is not torch.strided and not x.is_nested:  # gradients of embeddings, and so their momentum, are sparse
+        dtype, numbers = f"{dtype}, sparse", dense_parts(x)[-1]
+    odd = unreadable(numbers)
+    row = row._replace(format=dtype, bytes=0 if odd and x.is_quantized else bytes_of(x))
+    return row._replace(problems=[f"it is {odd}"]) if odd else row._replace(numbers=count(pieces(numbers)))
+
+
+def _of_blocks(row: Row, blocks_of: Callable[[], list[Blocks]]) -> Row:
+    try:
+        found = blocks_of()
+    except ValueError as error:
+        return row._replace(problems=[str(error)])
+    numbers = count(piece for blocks in found for piece in blocks.pieces(CHUNK))
+    scales = bad_scales(torch.stack([blocks.scales for blocks in found]), zero=True)
+    return row._replace(block_size=found[0].block, numbers=numbers, problems=scales)

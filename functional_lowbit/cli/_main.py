@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # stdout is for the one document: what other libraries print while they are loaded goes to stderr.
         with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
             result = COMMANDS[args.command].run(args)
-        _put(as_json(result.document) if args.json else result.text)
+        document = {"command": args.command, "version": __version__, **result.document}
+        _put(as_json(document) if args.json else result.text)
         return result.status
     except Mistake as mistake:
         if args.debug:

@@ -1,5 +1,6 @@
 """Tensors that may still be in their file, and their numbers: smallest, largest, and how many of them are none."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from functional_lowbit._core.state.quantized import QuantizedTensor
 from functional_lowbit._private import sparse_parts
+from functional_lowbit.sharding import local_of
 
 CHUNK = 1 << 22  # numbers that are decoded at a time, so that a large leaf needs little memory
 
@@ -20,20 +22,22 @@ class Pending(NamedTuple):
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its numbers."""
-        return self.dtype.itemsize * prod(self.shape)
-
 
 def is_tensor(x: Any) -> bool:
     """Whether it is a tensor, read or not."""
     return isinstance(x, (Tensor, Pending))
 
 
-def size_of(x: Tensor | Pending) -> int:
-    """Bytes of a tensor as it is stored; a sparse one's indices count too."""
-    return x.nbytes if isinstance(x, Pending) else sum(part.nbytes for part in dense_parts(x))
+def take(x: Any) -> Any:
+    """The tensor itself; anything else as it is."""
+    return x.read() if isinstance(x, Pending) else x
+
+
+def bytes_of(x: Tensor | Pending) -> int:
+    """Bytes of a tensor as it is stored, read or not: of a DTensor's shard; of a sparse one's indices, too."""
+    if isinstance(x, Pending):
+        return x.dtype.itemsize * prod(x.shape)
+    return sum(part.nbytes for part in dense_parts(local_of(x)))
 
 
 def dense_parts(x: Tensor) -> list[Tensor]:
@@ -48,26 +52,25 @@ def dense_parts(x: Tensor) -> list[Tensor]:
     return [*((x.crow_indices(), x.col_indices()) if by_rows else (x.ccol_indices(), x.row_indices())), x.values()]
 
 
-def take(x: Any) -> Any:
-    """The tensor itself; anything else as it is."""
-    return x.read() if isinstance(x, Pending) else x
-
-
-def no_checksum(advance: Callable[..., None]) -> list[str]:
-    """For files that keep no checksums of their parts."""
-    return []
+def unreadable(x: Tensor) -> str | None:
+    """Why the numbers of a tensor cannot be looked at; None if they can."""
+    if x.is_nested or x.layout is not torch.strided:
+        return f"a tensor of the layout {'nested' if x.is_nested else str(x.layout).removeprefix('torch.')}"
+    if x.device.type == "meta":
+        return "a tensor without numbers (of the meta device)"
+    return "a tensor that torch has quantized" if x.is_quantized else None
 
 
 class Numbers(NamedTuple):
     """What was counted. The extremes are those of finite numbers; None if there are none."""
 
-    total: int = 0
-    low: float | None = None
-    high: float | None = None
-    zeros: int = 0
-    negative: int = 0
-    nan: int = 0
-    inf: int = 0
+    low: float | None
+    high: float | None
+    total: int
+    zeros: int
+    negative: int
+    nan: int
+    inf: int
 
     @property
     def largest(self) -> float | None:
@@ -77,27 +80,17 @@ class Numbers(NamedTuple):
 
 def count(chunks: Iterable[Tensor]) -> Numbers:
     """The numbers of some tensors of any shape and dtype."""
-    so_far = Numbers()
+    ends: list[float] = []
+    counts: Counter[str] = Counter(total=0, zeros=0, negative=0, nan=0, inf=0)
     for x in chunks:
-        if x.numel() == 0:
-            continue
-        x = x if x.dtype in (torch.float64, torch.int64) or not x.dtype.is_complex else torch.view_as_real(x)
+        x = torch.view_as_real(x) if x.is_complex() else x
         x = x.float() if x.is_floating_point() and x.itemsize < 4 else x.int() if x.dtype == torch.bool else x
-        if x.dtype in (torch.uint16, torch.uint32, torch.uint64):
-            x = x.to(torch.int64)
+        x = x.to(torch.int64) if x.dtype in (torch.uint16, torch.uint32, torch.uint64) else x
         finite = x[x.isfinite()] if x.is_floating_point() else x
-        ends = finite.aminmax() if finite.numel() else None
-        low, high = (None, None) if ends is None else (ends.min.item(), ends.max.item())
-        so_far = Numbers(
-            so_far.total + x.numel(),
-            low if so_far.low is None else so_far.low if low is None else min(low, so_far.low),
-            high if so_far.high is None else so_far.high if high is None else max(high, so_far.high),
-            so_far.zeros + int((x == 0).sum()),
-            so_far.negative + int((x < 0).sum()),
-            so_far.nan + int(x.isnan().sum()),
-            so_far.inf + int(x.isinf().sum()),
-        )
-    return so_far
+        ends += [end.item() for end in finite.aminmax()] if finite.numel() else []
+        found = {"zeros": x == 0, "negative": x < 0, "nan": x.isnan(), "inf": x.isinf()}
+        counts.update({"total": x.numel(), **{name: int(which.sum()) for name, which in found.items()}})
+    return Numbers(min(ends, default=None), max(ends, default=None), **counts)
 
 
 def pieces(x: Tensor) -> Iterator[Tensor]:
@@ -112,8 +105,7 @@ def decoded(leaf: QuantizedTensor) -> Iterator[Tensor]:
     codec = leaf.format.codec(leaf.layout.signed)
     codes, scales = leaf.local_blocks()
     if scales is None:
-        for piece in pieces(codes):
-            yield codec.read(piece, None, 1)
+        yield from (codec.read(piece, None, 1) for piece in pieces(codes))
         return
     grid = leaf.layout.local_grid()
     lengths = grid.lengths(codes.device)
@@ -124,27 +116,18 @@ def decoded(leaf: QuantizedTensor) -> Iterator[Tensor]:
         yield values[torch.arange(grid.block) < lengths[part]] if grid.padding else values
 
 
-def unreadable(x: Tensor) -> str | None:
-    """Why the numbers of a tensor cannot be looked at; None if they can."""
-    if x.is_nested or x.layout is not torch.strided:
-        return f"a tensor of the layout {'nested' if x.is_nested else str(x.layout).removeprefix('torch.')}"
-    if x.device.type == "meta":
-        return "a tensor without numbers (of the meta device)"
-    return "a tensor that torch has quantized" if x.is_quantized else None
-
-
 def share(n: int, total: int, what: str, kind: str) -> str:
     """`3 of 576 scales are NaN`, `1 of 576 scales is NaN`."""
     return f"{n:,} of {total:,} {what} {'is' if n == 1 else 'are'} {kind}"
 
 
-def bad_scales(scales: Tensor, zero: bool) -> list[str]:
-    """What is wrong with the scales of a leaf.
+def wrong(found: Numbers, what: str, **more: int) -> list[str]:
+    """What is wrong with numbers: those that are none, and others by what is said of them."""
+    kinds = {"NaN": found.nan, "Inf": found.inf, **more}
+    return [share(n, found.total, what, kind) for kind, n in kinds.items() if n]
 
-    Args:
-        scales: One for each block.
-        zero: Whether a scale may be 0.
-    """
+
+def bad_scales(scales: Tensor, zero: bool) -> list[str]:
+    """What is wrong with the scales of a leaf, one for each block. With `zero`, a scale may be 0."""
     found = count(pieces(scales))
-    kinds = {"NaN": found.nan, "Inf": found.inf, "below 0": found.negative, "0": 0 if zero else found.zeros}
-    return [share(n, found.total, "scales", kind) for kind, n in kinds.items() if n]
+    return wrong(found, "scales", **{"below 0": found.negative, "0": 0 if zero else found.zeros})

@@ -1,15 +1,24 @@
-"""What a command is told and what it says: kinds of arguments; a result as text or as one JSON document; a mistake."""
+"""What a command is told and what it says: kinds of arguments; a result as text or as JSON; progress; a mistake."""
 
 import argparse
 import json
 import math
 import re
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-WRONG = (TypeError, ValueError)
+from functional_lowbit._refused import Refused
+
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+WIDTH = 24  # of the bar, in characters
+PAUSE = 0.1  # seconds between two pictures
+SPOKE = re.compile(r"^(inspect|schema|convert|params_of|library_of|to_torch|from_\w+|checkpoint\.\w+): ")
+
+Advance = Callable[..., None]
+"""`advance(amount, now="")`: called when `amount` more is done; `now` stands behind the bar."""
 
 
 class Mistake(Exception):
@@ -24,37 +33,41 @@ class Broken(Mistake):
     status = 1
 
 
-def said(error: BaseException | Warning | str, speaker: str = "") -> str:
+class Result(NamedTuple):
+    """What a command found."""
+
+    document: dict[str, Any]  # for --json
+    text: str  # else
+    status: int = 0  # of the process: 0, or 1 if what was asked found a problem
+
+
+def said(error: BaseException) -> str:
     """The text of an error in one line, without who spoke."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text.removeprefix(f"{speaker}: ") if speaker else text
+    # What checkpoint and convert refuse has its speaker in the text, as long as they do not raise Refused.
+    text = error.reason if isinstance(error, Refused) else SPOKE.sub("", str(error))
+    return " ".join(text.split()) or type(error).__name__
 
 
 @contextmanager
 def told(
-    speaker: str, kind: type[Mistake] = Mistake, errors: type[Exception] | tuple[type[Exception], ...] = WRONG
+    kind: type[Mistake] = Mistake, errors: type[Exception] | tuple[type[Exception], ...] = (TypeError, ValueError)
 ) -> Iterator[None]:
     """Inside it, errors of the library are about what the user gave: its own, in one line without who spoke."""
     try:
         yield
     except errors as error:
-        raise kind(said(error, speaker)) from error
+        raise kind(said(error)) from error
 
 
-def at_least_0(text: str) -> int:
-    """An argument: a whole number of at least 0."""
-    return _whole(text, 0)
+def at_least(least: int) -> Callable[[str], int]:
+    """An argument: a whole number that is not smaller."""
 
+    def whole(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
+        return int(text)
 
-def at_least_1(text: str) -> int:
-    """An argument: a whole number of at least 1."""
-    return _whole(text, 1)
-
-
-def _whole(text: str, least: int) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
-    return int(text)
+    return whole
 
 
 def amount(text: str) -> int:
@@ -69,14 +82,6 @@ def amount(text: str) -> int:
 def words(text: str) -> list[str]:
     """An argument: words between commas."""
     return [word.strip() for word in text.split(",") if word.strip()]
-
-
-class Result(NamedTuple):
-    """What a command found."""
-
-    document: dict[str, Any]  # for --json
-    text: str  # else
-    status: int = 0  # of the process: 0, or 1 if what was asked found a problem
 
 
 def as_json(document: dict[str, Any]) -> str:
@@ -94,12 +99,10 @@ def _finite(x: Any) -> Any:
 
 def size(count: float) -> str:
     """Bytes in the unit that people read: `4.41 MB`. Units are powers of 1000, as disks and networks count."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            break
-        count /= 1000
-    if unit == "bytes":
-        return f"{count:,.0f} {'byte' if count == 1 else 'bytes'}"
+    if count < 1000:
+        return counted(round(count), "byte")
+    power, unit = next((p, u) for p, u in ((3, "kB"), (6, "MB"), (9, "GB")) if count < 10 ** (p + 3) or u == "GB")
+    count /= 10**power
     return f"{count:,.{0 if count >= 100 else 1 if count >= 10 else 2}f} {unit}"
 
 
@@ -107,3 +110,40 @@ def counted(n: int, what: str) -> str:
     """`1 leaf`, `2 leaves`."""
     plural = what[:-1] + "ves" if what.endswith("f") else what[:-1] + "ies" if what.endswith("y") else what + "s"
     return f"{n:,} {what if n == 1 else plural}"
+
+
+@contextmanager
+def progress(what: str, total: float) -> Iterator[Advance]:
+    """A bar on stderr with `what` before it, which is taken away at the end; nothing where stderr is no terminal.
+
+    Yields:
+        `Advance`, in the unit of `total`.
+    """
+    shown = sys.stderr.isatty() and total > 0
+    done, last, started = 0.0, -PAUSE, time.monotonic()
+
+    def advance(amount: float, now: str = "") -> None:
+        nonlocal done, last
+        done += amount
+        seconds = time.monotonic() - started
+        if shown and (seconds - last >= PAUSE or done >= total):
+            last = seconds
+            sys.stderr.write(f"\r\x1b[K{picture(what, done, total, seconds, now)}")
+            sys.stderr.flush()
+
+    try:
+        advance(0)
+        yield advance
+    finally:
+        if shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def picture(what: str, done: float, total: float, seconds: float, now: str = "") -> str:
+    """One line: `read [####....]  33%  0:04  0.mu.w`, with the time that is left, as far as it can be told."""
+    share = min(1.0, done / total)
+    filled = round(WIDTH * share)
+    left = int(seconds * (1 - share) / share) if share else 0
+    clock = f"{left // 60}:{left % 60:02}" if share else "-:--"
+    return f"{what} [{'#' * filled}{'.' * (WIDTH - filled)}] {share:4.0%}  {clock}  {now[:40]}".rstrip()

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from functional_lowbit._core.report.plan_params import planned_params
-from functional_lowbit.cli._numbers import Pending, is_tensor
+from functional_lowbit.cli._numbers import is_tensor
 from functional_lowbit.cli._output import Mistake, told
-from functional_lowbit.cli._sections import Section, sections
+from functional_lowbit.cli._sections import Section, sections, tensors_in
 from functional_lowbit.cli._stores import open_store
 
 MODEL_KEYS = ("params", "model", "model_state_dict", "state_dict", "module")  # where checkpoints keep a model
@@ -50,7 +50,7 @@ def of_path(path: str, dtype: torch.dtype | None, unsafe: bool) -> tuple[Params,
         is_model = False  # a file of fl.checkpoint.save_safetensors
     if not is_model:
         return _of_checkpoint(path, dtype, unsafe)
-    with told("", Mistake, (OSError, ValueError, ImportError)), warnings.catch_warnings():
+    with told(Mistake, (OSError, ValueError, ImportError)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers
         return planned_params(path, dtype)
 
@@ -60,9 +60,7 @@ def _of_checkpoint(path: str, dtype: torch.dtype | None, unsafe: bool) -> tuple[
     found = _once(_model_in(tree))
     if found:
         return {name: _meta(x.shape, dtype or x.dtype) for name, x in found.items()}, []
-    owners: Params = {}
-    for section in sections(tree):
-        owners |= _owners(section, dtype)
+    owners = {name: x for section in sections(tree) for name, x in _owners(section, dtype).items()}
     if not owners:
         raise Mistake(f"{path!r} holds neither a model's tensors nor an optimizer state")
     return owners, ["the parameters are those that the optimizer state has moments of"]
@@ -90,15 +88,8 @@ def _once(tensors: dict[str, Any]) -> dict[str, Any]:
     return {name: tensors[name] for name in found.values()}
 
 
-def _floating(tensors: Mapping[Any, Any] | Sequence[Any]) -> dict[str, Any]:
-    """By name, also those in dicts and lists inside."""
-    found: dict[str, Any] = {}
-    for name, x in tensors.items() if isinstance(tensors, Mapping) else enumerate(tensors):
-        if isinstance(x, (Tensor, Pending)):
-            found |= {str(name): x} if x.dtype.is_floating_point else {}
-        elif isinstance(x, (Mapping, list, tuple)):
-            found |= {f"{name}.{inner}": kid for inner, kid in _floating(x).items()}
-    return found
+def _floating(tree: Any) -> dict[str, Any]:
+    return {name: x for name, x in tensors_in(tree) if x.dtype.is_floating_point}
 
 
 def _owners(section: Section, dtype: torch.dtype | None) -> Params:

@@ -1,20 +1,22 @@
-"""A checkpoint with other states in it, in the same kind of file or folder, written as a whole or not at all."""
+"""A checkpoint with other states in it, written bit for bit as it was meant, or not at all."""
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch
+from torch import Tensor
 
 from functional_lowbit.checkpoint import _folder
 from functional_lowbit.checkpoint._safetensors import write as write_safetensors
 from functional_lowbit.checkpoint._save import write as write_folder
-from functional_lowbit.cli._output import Mistake, said
-from functional_lowbit.cli._stores import FOLDER, SAFETENSORS, Store
+from functional_lowbit.cli._numbers import dense_parts, is_tensor, take
+from functional_lowbit.cli._output import Broken, Mistake, progress, said
+from functional_lowbit.cli._stores import FOLDER, SAFETENSORS, TORCH, open_store
 
 
 def check_place(source: str, target: str, force: bool) -> None:
@@ -33,28 +35,28 @@ def check_place(source: str, target: str, force: bool) -> None:
         raise Mistake(f"there is no folder {str(Path(target).parent)!r} to write into")
 
 
-def write(store: Store, target: str, tree: Any, verify: Callable[[str], None]) -> None:
-    """Write, look at what was written, and only then give it its name.
+def write(kind: str, target: str, tree: Any, unsafe: bool) -> None:
+    """Write, read what was written, and only then give it its name.
 
     Args:
-        store: Where the tree came from: the kind of file.
+        kind: Of a file or folder, as `Store` says it.
         target: The path.
         tree: Of a file of torch.save, all that it holds; else what `fl.state_dict` returned.
-        verify: Called with the path of what was written; raises if it is not as it should be.
+        unsafe: As in `open_store`.
 
     Raises:
         Mistake: where nothing can be written.
         Broken: if what was written is not what was meant; `target` is then as it was.
     """
     place = Path(os.path.realpath(target))
-    if place.suffix == ".safetensors" and store.kind != SAFETENSORS:
-        raise Mistake(f"what is written is a {store.kind}, which must not be called {target!r}")
+    if place.suffix == ".safetensors" and kind != SAFETENSORS:
+        raise Mistake(f"what is written is a {kind}, which must not be called {target!r}")
     partial = place.with_name(f".{place.name}.{uuid4().hex}{place.suffix}")
     try:
         try:
-            if store.kind == FOLDER:
+            if kind == FOLDER:
                 write_folder(partial, lambda: tree)
-            elif store.kind == SAFETENSORS:
+            elif kind == SAFETENSORS:
                 write_safetensors(partial, lambda: tree)
             else:
                 with partial.open("wb") as file:
@@ -62,11 +64,18 @@ def write(store: Store, target: str, tree: Any, verify: Callable[[str], None]) -
                     file.flush()
                     os.fsync(file.fileno())
         except (OSError, RuntimeError, ImportError) as error:
-            raise Mistake(f"cannot write {target!r}: {said(_cause(error), 'checkpoint.save_safetensors')}") from error
-        verify(str(partial))
-        if store.kind != FOLDER and place.is_dir():
+            raise Mistake(f"cannot write {target!r}: {said(_cause(error))}") from error
+        with progress("verify", 1) as advance:
+            written, wanted = open_store(str(partial), unsafe).tree, tree
+            if kind != TORCH:  # in another order
+                written, wanted = dict(sorted(written.items())), dict(sorted(tree.items()))
+            wrong = first_difference(wanted, written)
+            advance(1)
+        if wrong is not None:
+            raise Broken(f"{wrong!r} was not written as it should be, so nothing was put at {target!r}; try again")
+        if kind != FOLDER and place.is_dir():
             raise Mistake(f"{str(place)!r} is a folder, and what is written is a file; move it away")
-        if store.kind == FOLDER and not (_folder.nothing_at(place) or (place / _folder.METADATA).is_file()):
+        if kind == FOLDER and not (_folder.nothing_at(place) or (place / _folder.METADATA).is_file()):
             raise Mistake(f"{str(place)!r} is no checkpoint; move it away")
         _folder.rename(partial, place)
     finally:
@@ -94,3 +103,43 @@ def replaced(tree: Any, keys: Sequence[Any], new: Any) -> Any:
         changed[first] = replaced(tree[first], rest, new)  # type: ignore[index]
         return changed
     return type(tree)(replaced(x, rest, new) if i == first else x for i, x in enumerate(tree))
+
+
+def first_difference(a: Any, b: Any, path: str = "") -> str | None:
+    """The path of the first thing that differs between two trees; None if nothing does.
+
+    What is neither a tensor nor a number, a string, a dict or a list is not looked at.
+    """
+    if is_tensor(a):
+        return None if is_tensor(b) and _same_bits(take(a), take(b)) else path
+    if isinstance(a, Mapping):
+        if not isinstance(b, Mapping) or list(a) != list(b):
+            return path
+        pairs = [(name, a[name], b[name]) for name in a]
+    elif isinstance(a, (list, tuple)):
+        if not isinstance(b, (list, tuple)) or len(a) != len(b):
+            return path
+        pairs = [(i, x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))]
+    else:
+        plain = isinstance(a, (bool, int, float, str, bytes, type(None)))
+        return path if plain and repr(a) != repr(b) else None
+    found = (first_difference(x, y, f"{path}.{name}" if path else str(name)) for name, x, y in pairs)
+    return next((x for x in found if x is not None), None)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape or type(a) is not type(b):
+        return False
+    if hasattr(a, "__tensor_flatten__"):
+        inner = a.__tensor_flatten__()[0]  # type: ignore[operator]
+        return all(_same_bits(getattr(a, name), getattr(b, name)) for name in inner)
+    if a.layout != b.layout or a.device.type != b.device.type or a.is_nested != b.is_nested:
+        return False
+    if a.is_nested or a.layout is not torch.strided:
+        return all(map(_same_bits, dense_parts(a), dense_parts(b)))
+    if a.device.type == "meta":  # it has no bits
+        return True
+    if a.is_quantized:
+        return torch.equal(a, b)
+    a, b = (x.detach().contiguous().flatten() for x in (a, b))
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.numel() else True

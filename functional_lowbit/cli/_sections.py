@@ -4,13 +4,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from functional_lowbit._private import inner_of
 from functional_lowbit.checkpoint import _schema
-from functional_lowbit.cli._numbers import Pending, is_tensor, size_of, take
+from functional_lowbit.cli._numbers import bytes_of, is_tensor, take
 from functional_lowbit.cli._output import said
-from functional_lowbit.sharding import local_of
 
 DEPTH = 8  # of dicts inside dicts that are looked into
 BNB_NEST = "__bnb_optimizer_quant_state__"  # where bitsandbytes hides its tensors from FSDP
@@ -20,15 +17,21 @@ OPTIMIZER = "fl.optim.Optimizer"
 OURS, TORCH, TORCHAO, BITSANDBYTES = "functional-lowbit", "torch", "torchao", "bitsandbytes"
 
 
-class Leaf(NamedTuple):
+class Unread(NamedTuple):
     """One leaf of an optimizer state, unread."""
 
-    path: str
+    prefix: str  # what its parameter's leaves begin with, `layers.0.weight.`; "" in a state that is no optimizer's
+    name: str  # in its own state: `0.mu`, `exp_avg`
     parts: Mapping[str, Any]  # ending of the name, ".codes" or "" -> a tensor, read or not, or a number
     described: Mapping[str, Any] | None = None  # what the schema says of it; None for other libraries
     nonnegative: bool = False  # whether its numbers are never below 0
     role: str | None = None  # what it is in its state: "moment", "counter"; None if that is not known
     owner: str = ""  # the parameter that it is of; "" for none, or if it is not known
+
+    @property
+    def path(self) -> str:
+        """Its name among all of the section."""
+        return self.prefix + self.name
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +50,7 @@ class Section(NamedTuple):
     keys: tuple[Any, ...]  # its place in the checkpoint, ("optimizer",); () for the whole
     library: str
     made_by: str  # "fl.state_dict", "fl.optim.Optimizer", "state_dict of an optimizer"
-    leaves: list[Leaf]
+    leaves: list[Unread]
     problems: list[tuple[str, str]]  # (path, what is wrong) of what belongs to no leaf
     node: Mapping[Any, Any]  # the part of the checkpoint that it is
 
@@ -74,8 +77,8 @@ def beside(tree: Any) -> list[tuple[str, int, int]]:
     found = []
     for name, value in tree.items():
         if next(_inside(value, (), 1), None) is None:
-            tensors = list(_tensors(value))
-            found.append((str(name), len(tensors), sum(map(bytes_of, tensors))))
+            sizes = [bytes_of(x) for _, x in tensors_in(value)]
+            found.append((str(name), len(sizes), sum(sizes)))
     return found
 
 
@@ -100,12 +103,12 @@ def _inside(node: Any, keys: tuple[Any, ...], depth: int) -> Iterator[Section]:
 
 
 def _ours(entries: Mapping[str, Any], keys: tuple[Any, ...]) -> Section:
-    leaves, problems = described_leaves(entries, entries[_schema.SCHEMA], "")
+    leaves, problems = described_leaves(entries, "")
     made_by = f"fl.state_dict{_version_of(entries[_schema.SCHEMA])}"
     inner = [leaf.path.removesuffix(_schema.SCHEMA) for leaf in leaves if leaf.path.endswith(f".{_schema.SCHEMA}")]
     for prefix in inner:  # the state_dict of an fl.optim optimizer was saved as a part of a tree
         own = {name.removeprefix(prefix): x for name, x in entries.items() if name.startswith(prefix)}
-        found, bad = described_leaves(own, _text_of(own.get(_schema.SCHEMA)), prefix)
+        found, bad = described_leaves(own, prefix)
         leaves = [leaf for leaf in leaves if not leaf.path.startswith(prefix)] + found
         problems += bad
     if inner:
@@ -113,12 +116,14 @@ def _ours(entries: Mapping[str, Any], keys: tuple[Any, ...]) -> Section:
     return Section(keys, OURS, made_by, leaves, problems, entries)
 
 
-def described_leaves(entries: Mapping[Any, Any], text: Any, prefix: str) -> tuple[list[Leaf], list[tuple[str, str]]]:
-    """The leaves that a schema lists, and what does not agree with it."""
+def described_leaves(entries: Mapping[Any, Any], prefix: str) -> tuple[list[Unread], list[tuple[str, str]]]:
+    """The leaves that a schema lists, and what does not agree with it. `fl.optim.Optimizer` saves it as bytes."""
+    raw = take(entries.get(_schema.SCHEMA))
+    text = _schema.of_bytes(raw)
     try:
-        listed = _schema.read("schema", text)
+        listed = _schema.read("schema", raw if text is None else text)
     except ValueError as error:
-        return [], [(f"{prefix}{_schema.SCHEMA}", said(error, "schema"))]
+        return [], [(f"{prefix}{_schema.SCHEMA}", said(error))]
     leaves, known = [], {_schema.SCHEMA}
     for path, described in listed.items():
         parts = {ending: entries[path + ending] for ending in described["parts"] if path + ending in entries}
@@ -126,15 +131,8 @@ def described_leaves(entries: Mapping[Any, Any], text: Any, prefix: str) -> tupl
         role, param = described.get("role"), described.get("param")
         nonnegative = described.get("signed") is False or role == "counter"
         owner = "" if param is None else param or prefix[:-1]  # an optimizer saves each parameter's state by itself
-        leaves.append(Leaf(prefix + path, parts, described, nonnegative, role, owner))
+        leaves.append(Unread(prefix, path, parts, described, nonnegative, role, owner))
     return leaves, [(f"{prefix}{name}", "the schema lists no such entry") for name in entries if name not in known]
-
-
-def _text_of(raw: Any) -> Any:
-    """A schema that is a tensor of bytes, as `fl.optim.Optimizer` saves it."""
-    raw = take(raw)
-    text = _schema.of_bytes(raw)
-    return raw if text is None else text
 
 
 def _version_of(text: str) -> str:
@@ -146,15 +144,10 @@ def _version_of(text: str) -> str:
     return f" of version {library}" if library else ""
 
 
-def bytes_of(x: Tensor | Pending) -> int:
-    """Bytes of a tensor, read or not; of the shard that is there, if it is a DTensor."""
-    return size_of(local_of(x) if isinstance(x, Tensor) else x)
-
-
 def _of_an_optimizer(saved: Mapping[str, Any], keys: tuple[Any, ...]) -> Section:
     """What `state_dict()` of a torch.optim.Optimizer returns, ours among them."""
     state, names = saved["state"], names_of(saved["param_groups"])
-    leaves: list[Leaf] = []
+    leaves: list[Unread] = []
     problems: list[tuple[str, str]] = []
     library = TORCH
     for key, entries in state.items():
@@ -164,7 +157,7 @@ def _of_an_optimizer(saved: Mapping[str, Any], keys: tuple[Any, ...]) -> Section
             continue
         if _schema.SCHEMA in entries:
             library = OURS
-            own, bad = described_leaves(entries, _text_of(entries[_schema.SCHEMA]), prefix)
+            own, bad = described_leaves(entries, prefix)
         else:
             own, bad = _foreign(entries, prefix), []
         leaves += own
@@ -186,7 +179,7 @@ def names_of(groups: Any) -> dict[Any, str]:
     return found
 
 
-def _foreign(entries: Mapping[Any, Any], prefix: str) -> list[Leaf]:
+def _foreign(entries: Mapping[Any, Any], prefix: str) -> list[Unread]:
     """The leaves of one parameter in another library. bitsandbytes keeps a leaf as several tensors."""
     nested = entries.get(BNB_NEST)
     if isinstance(nested, Mapping):
@@ -203,11 +196,11 @@ def _foreign(entries: Mapping[Any, Any], prefix: str) -> list[Leaf]:
             if f"{part}{number}" in entries:
                 parts[f".{part}"] = entries[f"{part}{number}"]
         role = "counter" if str(name) == "step" else None
-        leaves.append(Leaf(f"{prefix}{name}", parts, None, str(name) in NONNEGATIVE, role, prefix[:-1]))
+        leaves.append(Unread(prefix, str(name), parts, None, str(name) in NONNEGATIVE, role, prefix[:-1]))
     return leaves
 
 
-def _library_of(leaf: Leaf) -> str:
+def _library_of(leaf: Unread) -> str:
     kind = type(leaf.parts[""])
     if kind.__module__.startswith("torchao."):
         return TORCHAO
@@ -217,12 +210,10 @@ def _library_of(leaf: Leaf) -> str:
     return BITSANDBYTES if leaf.path.endswith((".state1", ".state2")) else TORCH
 
 
-def _tensors(node: Any) -> Iterator[Tensor | Pending]:
+def tensors_in(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Tensors by name, read or not, however deep they sit in dicts and lists."""
     if is_tensor(node):
-        yield node
-    elif isinstance(node, Mapping):
-        for value in node.values():
-            yield from _tensors(value)
-    elif isinstance(node, (list, tuple)):
-        for value in node:
-            yield from _tensors(value)
+        yield name, node
+    elif isinstance(node, (Mapping, list, tuple)):
+        for key, child in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from tensors_in(child, f"{name}.{key}" if name else str(key))

@@ -1,26 +1,31 @@
 """Files and folders of tensors, opened so that one tensor at a time is read."""
 
+import json
 import pickle
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from functional_lowbit._core.report.headers import DTYPES, header_text
 from functional_lowbit.checkpoint import _folder
+from functional_lowbit.checkpoint._safetensors import NUMBERS
+from functional_lowbit.checkpoint._schema import SCHEMA
 from functional_lowbit.cli import _folders
-from functional_lowbit.cli._numbers import no_checksum
-from functional_lowbit.cli._output import Broken, Mistake, said
-from functional_lowbit.cli._safetensors_file import read_header
+from functional_lowbit.cli._folders import zip_damage
+from functional_lowbit.cli._numbers import Pending
+from functional_lowbit.cli._output import Advance, Broken, Mistake, said
 
 FOLDER, SAFETENSORS, TORCH = "checkpoint folder", "safetensors file", "file of torch.save"
 TORCHAO = "torchao"  # whose tensor classes are known to torch.load once it is imported
 PICKLE = b"\x80"  # the first byte of a file of torch.save from before 2020, which was no zip file
-CHUNK = 1 << 22  # bytes of a file that are looked at in one go
 
 
 class Store(NamedTuple):
@@ -29,7 +34,7 @@ class Store(NamedTuple):
     kind: str  # in words: "file of torch.save"
     tree: Any  # dicts and lists of tensors, of `Pending` tensors, and of numbers
     size: int  # bytes on the disk
-    check: Callable[[Callable[..., None]], list[str]]  # compares checksums, calls advance(bytes); what differs
+    check: Callable[[Advance], list[str]] = lambda advance: []  # compares checksums, if there are any; what differs
 
 
 def open_store(path: str, unsafe: bool) -> Store:
@@ -49,7 +54,7 @@ def open_store(path: str, unsafe: bool) -> Store:
         return Store(FOLDER, *_folders.open_folder(place, unsafe))
     if not place.exists():
         raise Mistake(f"there is no {path!r}")
-    if not place.is_file() and not place.is_dir():
+    if not place.is_file():
         raise Mistake(f"{path!r} is no file (a pipe or a device); write what comes from it into a file first")
     try:
         with place.open("rb") as file:
@@ -59,7 +64,7 @@ def open_store(path: str, unsafe: bool) -> Store:
     if not start:
         raise Broken(f"{path!r} is empty")
     if place.suffix == ".safetensors" or (start[8:9] == b"{" and not start.startswith(b"PK")):
-        return Store(SAFETENSORS, read_header(place), place.stat().st_size, no_checksum)
+        return Store(SAFETENSORS, _safetensors(place), place.stat().st_size)
     return _torch_file(place, start, unsafe)
 
 
@@ -69,9 +74,8 @@ def _torch_file(place: Path, start: bytes, unsafe: bool) -> Store:
         raise Broken(f"{str(place)!r} is truncated: it begins as a file of torch.save, and has no end")
     if not zipped and not start.startswith(PICKLE):
         raise Mistake(f"{str(place)!r} is no file of torch.save, no safetensors file and no checkpoint folder")
-    tree = _load(place, zipped, unsafe)
-    check = (lambda advance: _zip_damage(place, advance)) if zipped else no_checksum
-    return Store(TORCH, tree, place.stat().st_size, check)
+    store = Store(TORCH, _load(place, zipped, unsafe), place.stat().st_size)
+    return store._replace(check=lambda advance: zip_damage(place, repr(str(place)), advance)) if zipped else store
 
 
 def _is_zip(place: Path) -> bool:
@@ -116,19 +120,42 @@ def _first_sentence(error: Exception) -> str:
     return re.split(r"(?<=[^.])\. |\n|; ", said(error))[0].rstrip(".")
 
 
-def _zip_damage(place: Path, advance: Callable[..., None]) -> list[str]:
-    """Records of a file of torch.save whose bytes are not those that were written."""
-    found = []
+def _safetensors(path: Path) -> Mapping[str, Any]:
+    """Tensors by name, and what `fl.checkpoint.save_safetensors` puts beside them. The package is not needed."""
+    size = path.stat().st_size
+    length, text = header_text(path)
+    if size < 8 or len(text) < length:
+        raise Broken(f"{str(path)!r} is truncated: its header alone needs {length + 8} bytes of {size}")
     try:
-        archive = zipfile.ZipFile(place)
-    except Exception as error:  # torch reads less of the directory than Python does
-        return [f"the directory of {str(place)!r} is not as it was written: {said(error)}"]
-    with archive:
-        for record in archive.infolist():
-            try:
-                with archive.open(record) as bytes_:
-                    while chunk := bytes_.read(CHUNK):
-                        advance(len(chunk), record.filename)
-            except Exception:  # flipped bits say that a record is encrypted, or packed in a way that nobody knows
-                found.append(f"the bytes of {record.filename!r} are not those that were written (their checksum says)")
-    return found
+        header = json.loads(text)
+        metadata = header.pop("__metadata__", {})
+        start = length + 8
+        tree: dict[str, Any] = {name: _entry(path, name, x, start, size) for name, x in sorted(header.items())}
+        tree.update(json.loads(metadata.get(NUMBERS, "{}")))
+        end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if end != size:  # bytes that were inserted have moved those behind them
+            raise Broken(f"{str(path)!r} has {size} bytes, and its header tells of {end}")
+    except Broken:
+        raise
+    except Exception as error:  # a damaged header is any JSON, or none
+        raise Broken(f"cannot read {str(path)!r}, its header is damaged: {error}") from error
+    return {**tree, SCHEMA: metadata[SCHEMA]} if SCHEMA in metadata else tree
+
+
+def _entry(path: Path, name: str, entry: Mapping[str, Any], start: int, size: int) -> Pending:
+    if entry["dtype"] not in DTYPES:
+        raise Broken(f"{str(path)!r} has {name!r} of the dtype {entry['dtype']!r}, which torch does not have")
+    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+    first, end = entry["data_offsets"]
+    if end - first != dtype.itemsize * prod(shape):
+        raise Broken(f"{str(path)!r} has {end - first} bytes for {name!r} of shape {shape} and {dtype}")
+    if start + end > size:
+        raise Broken(f"{str(path)!r} is truncated: it has {size} bytes of {start + end}, which {name!r} needs")
+
+    def read() -> Tensor:
+        with path.open("rb") as file:
+            file.seek(start + first)
+            stored = bytearray(file.read(end - first))
+        return torch.frombuffer(stored, dtype=dtype).view(shape) if stored else torch.empty(shape, dtype=dtype)
+
+    return Pending(dtype, shape, read)

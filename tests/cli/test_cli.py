@@ -17,8 +17,7 @@ from tiers import slow
 import functional_lowbit as fl
 from functional_lowbit._core.report.columns import table
 from functional_lowbit.cli import main
-from functional_lowbit.cli._output import as_json, counted, size
-from functional_lowbit.cli._progress import picture
+from functional_lowbit.cli._output import as_json, counted, picture, size
 
 RUN = [sys.executable, "-m", "functional_lowbit"]
 COMMANDS = ["plan", "inspect", "convert", "bench"]

@@ -21,7 +21,7 @@ from helpers import same
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 import functional_lowbit as fl
-from functional_lowbit.cli._same import first_difference
+from functional_lowbit.cli._rewritten import first_difference
 
 
 @pytest.mark.parametrize("after", fl.formats.names())

@@ -9,8 +9,7 @@ import torch
 from cli_files import command, converted, fresh, params, refused, state_of, torch_file
 
 import functional_lowbit as fl
-from functional_lowbit.cli._rewritten import replaced
-from functional_lowbit.cli._same import first_difference
+from functional_lowbit.cli._rewritten import first_difference, replaced
 
 
 def test_nothing_is_overwritten_unless_forced(capsys, tmp_path):
