@@ -31,7 +31,7 @@ import step_time
 from byte_lm import B1, B2, CLIP, DECAY, EPS, decays, get_batch
 
 from functional_lowbit.cli import _contenders as contenders
-from functional_lowbit.cli._timing import race, warm_up
+from functional_lowbit.cli._contenders import race, warm_up
 from functional_lowbit.formats import Format
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)

@@ -25,8 +25,20 @@ from step_time_report import machine, plot, print_goals, print_table
 
 import functional_lowbit as fl
 from functional_lowbit.cli import _contenders as competing
-from functional_lowbit.cli._contenders import LR, REFERENCE, WEIGHT_DECAY, Contender, Maker, functional, leaves, low_bit
-from functional_lowbit.cli._timing import Timed, race, seconds_of, warm_up
+from functional_lowbit.cli._contenders import (
+    LR,
+    REFERENCE,
+    WEIGHT_DECAY,
+    Contender,
+    Maker,
+    Timed,
+    functional,
+    leaves,
+    low_bit,
+    race,
+    seconds_of,
+    warm_up,
+)  # fmt: skip
 
 MAX_NORM = 1.0
 SLOW_ROUNDS = 5  # in which a contender is timed that is much slower than the reference

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from functional_lowbit._core.report.columns import table
-from functional_lowbit.cli import _timing as timing
+from functional_lowbit.cli import _contenders as timing
 
 
 def versus(rows: dict[str, Any], name: str, other: str) -> float | None:

@@ -9,9 +9,8 @@ import torch
 
 from functional_lowbit._core.report.columns import table
 from functional_lowbit._refused import kind_of
-from functional_lowbit.cli._contenders import PEERS, REFERENCE, leaves, makers, parameters, shapes, versions
+from functional_lowbit.cli import _contenders as contenders
 from functional_lowbit.cli._output import Mistake, Result, amount, at_least, counted, progress, said, words
-from functional_lowbit.cli._timing import Timed, machine, race, synchronize, warm_up
 
 HELP = "time our formats on this machine, beside torch, torchao and bitsandbytes"
 EXAMPLES = """\
@@ -42,41 +41,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Time what is asked for.
-
-    Raises:
-        Mistake: for a device that is not there, and if no name has one of the words.
-    """
+    """Time what is asked for."""
     _check_device(args.device)
     names = _chosen(args)
     before = torch.get_num_threads()
     torch.set_num_threads(args.threads or before)
     try:
-        return _measured(args, names)
+        document = _measured(args, names)
+        return Result(document, _text(document))
     finally:
         torch.set_num_threads(before)
 
 
-def _measured(args: argparse.Namespace, names: list[str]) -> Result:
-    of = shapes(args.size, args.leaves)
-    params, failed = parameters(of), {}
-    entries: dict[str, Timed] = {}
+def _measured(args: argparse.Namespace, names: list[str]) -> dict[str, Any]:
+    of = contenders.shapes(args.size, args.leaves)
+    params, failed = contenders.parameters(of), {}
+    entries: dict[str, contenders.Timed] = {}
     with progress("time steps", len(names) * (args.rounds + 3)) as advance:
         for name in names:
             advance(0, f"{name}, first step")
             try:
                 entries[name] = _made(name, of, args)
             except Exception as error:  # what another library raises is not ours to know
-                if name not in PEERS:
+                if name not in contenders.PEERS:
                     raise
                 failed[name] = f"{kind_of(error)}: {said(error)}"[:300]
             advance(3 if name in entries else 3 + args.rounds, name)
-        race(entries, entries[REFERENCE], args.rounds, args.device, advance)
-    document = {
-        "machine": machine(args.device),
+        contenders.race(entries, entries[contenders.REFERENCE], args.rounds, args.device, advance)
+    return {
+        "machine": contenders.machine(args.device),
         "device": args.device,
         "threads": torch.get_num_threads(),
-        "versions": versions(),
+        "versions": contenders.versions(),
         "parameters": params,
         "leaves": args.leaves,
         "shape": list(of[0]),
@@ -85,19 +81,18 @@ def _measured(args: argparse.Namespace, names: list[str]) -> Result:
         "rows": [_row(name, entry, params) for name, entry in entries.items()],
         "failed": failed,
     }
-    return Result(document, _text(document))
 
 
-def _made(name: str, of: list[tuple[int, ...]], args: argparse.Namespace) -> Timed:
+def _made(name: str, of: list[tuple[int, ...]], args: argparse.Namespace) -> contenders.Timed:
     """A contender after its first steps."""
-    params, grads = (leaves(of, getattr(torch, args.dtype), args.device, seed) for seed in (0, 1))
+    params, grads = (contenders.leaves(of, getattr(torch, args.dtype), args.device, seed) for seed in (0, 1))
     with warnings.catch_warnings():
-        if name in PEERS:
+        if name in contenders.PEERS:
             warnings.simplefilter("ignore")  # what they have to say is for their own programmers
-        return warm_up(makers()[name](params, grads), args.device)
+        return contenders.warm_up(contenders.makers()[name](params, grads), args.device)
 
 
-def _row(name: str, entry: Timed, params: int) -> dict[str, Any]:
+def _row(name: str, entry: contenders.Timed, params: int) -> dict[str, Any]:
     return {
         "name": name,
         "ns_per_param": 1e9 * statistics.median(entry.seconds) / params,
@@ -129,16 +124,16 @@ def _text(document: dict[str, Any]) -> str:
 
 
 def _chosen(args: argparse.Namespace) -> list[str]:
-    names = [name for name in makers() if not (args.no_peers and name in PEERS)]
+    names = [name for name in contenders.makers() if not (args.no_peers and name in contenders.PEERS)]
     for word in args.only:
         if not any(word in name for name in names):
             raise Mistake(f"--only {word!r} is in none of the names: {', '.join(names)}")
-    return [n for n in names if n == REFERENCE or not args.only or any(word in n for word in args.only)]
+    return [n for n in names if n == contenders.REFERENCE or not args.only or any(word in n for word in args.only)]
 
 
 def _check_device(device: str) -> None:
     try:
         torch.zeros(1, device=device).tolist()  # a device without numbers has no time either
-        synchronize(device)
+        contenders.synchronize(device)
     except Exception as error:  # torch raises RuntimeError, AssertionError and others
         raise Mistake(f"--device {device!r} cannot be used here: {said(error)[:200]}") from error

@@ -15,7 +15,7 @@ from functional_lowbit.checkpoint._reading import joined, write_again
 from functional_lowbit.checkpoint._state_dict import flat
 from functional_lowbit.cli._numbers import take
 from functional_lowbit.cli._output import Advance, Mistake
-from functional_lowbit.cli._sections import OPTIMIZER, OURS, Section, Unread, names_of
+from functional_lowbit.cli._sections import OURS, Section, Unread, names_of
 from functional_lowbit.convert._library import any_saved, each_read
 from functional_lowbit.convert._own import is_own
 from functional_lowbit.convert._slots import named_leaves
@@ -62,15 +62,9 @@ class Converted(NamedTuple):
 
 
 def to_format(section: Section, target: Target, advance: Advance) -> Converted:
-    """A state as one of ours in a format; one of ours keeps its leaves and their names, so it loads as before.
-
-    Raises:
-        Mistake: for a state that cannot be converted.
-        Broken: for one that is damaged.
-    """
+    """A state as one of ours in a format; one of ours keeps its leaves and their names, so it loads as before."""
     if section.library != OURS:
         return _foreign_to_format(section, target, advance)
-    _refuse_nested(section)
     made: dict[str, Made] = {}
     for leaf in section.leaves:
         if leaf.described:
@@ -150,12 +144,7 @@ def _state(saved: Any, params: dict[str, Tensor], family: str, format: str, bloc
 
 
 def to_torch(section: Section) -> Converted:
-    """A state as that of a torch.optim optimizer, in float32.
-
-    Raises:
-        Mistake: for a state that torch has no place for.
-    """
-    _refuse_nested(section)
+    """A state as that of a torch.optim optimizer, in float32."""
     saved: Any = section.node
     if _schema.SCHEMA in saved:
         saved = {name: take(x) for name, x in saved.items()}
@@ -203,11 +192,3 @@ def _groups(family: str, saved: Any, names: list[str]) -> list[dict[str, Any]]:
         return [{**made.defaults, **group} for group in saved["param_groups"]]
     numbers = all(name.isdecimal() for name in names)
     return [{**made.defaults, "params": sorted(map(int, names)) if numbers else names}]
-
-
-def _refuse_nested(section: Section) -> None:
-    if section.made_by.endswith(f"{OPTIMIZER} inside"):
-        raise Mistake(
-            "the state is that of an fl.optim optimizer inside a tree of fl.checkpoint; load it into one of the other "
-            "format, with optimizer.load_state_dict(..., convert=True)"
-        )

@@ -7,9 +7,9 @@ import functional_lowbit as fl
 from functional_lowbit import formats
 from functional_lowbit.cli._conversions import MIN_SIZE, Converted, Target, to_format, to_torch
 from functional_lowbit.cli._inspect import damage, look_at
-from functional_lowbit.cli._output import Broken, Mistake, Result, at_least, counted, progress, size, told
+from functional_lowbit.cli._output import Broken, Mistake, Result, at_least, counted, progress, said, size, told
 from functional_lowbit.cli._rewritten import check_place, replaced, write
-from functional_lowbit.cli._sections import Section, sections
+from functional_lowbit.cli._sections import OPTIMIZER, Section, sections
 from functional_lowbit.cli._stores import FOLDER, TORCH, Store, open_store
 
 HELP = "convert an optimizer checkpoint to another format, or to torch.optim"
@@ -45,12 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Convert `args.source` to `args.target`.
-
-    Raises:
-        Mistake: for a state that cannot be converted, and a place that cannot be written.
-        Broken: for a source that is damaged.
-    """
+    """Convert `args.source` to `args.target`."""
     check_place(args.source, args.target, args.force)
     store = open_store(args.source, args.unsafe)
     found = sections(store.tree)
@@ -61,8 +56,20 @@ def run(args: argparse.Namespace) -> Result:
             f"the state at {found[0].where!r} of {args.source!r} was not saved by fl.checkpoint.save; load it with "
             "torch.distributed.checkpoint, and convert it with fl.convert.from_saved"
         )
-    libraries = [_library(args, section) for section in found]
+    libraries = []
+    for section in found:
+        try:
+            libraries.append(fl.convert.library_of(section.node))
+        except (TypeError, ValueError) as error:
+            raise Broken(f"{section.where or args.source!r}: {said(error)}") from error
+        if args.library not in ("auto", libraries[-1]):
+            raise Mistake(f"--from {args.library}: the state in {args.source!r} is from {libraries[-1]}")
     _refuse_broken(args, store, found)
+    if any(section.made_by.endswith(f"{OPTIMIZER} inside") for section in found):
+        raise Mistake(
+            "the state is that of an fl.optim optimizer inside a tree of fl.checkpoint; load it into one of the other "
+            "format, with optimizer.load_state_dict(..., convert=True)"
+        )
     target = Target(formats.get("float32" if args.to == TO_TORCH else args.to), args.block_size, args.min_size)
     with progress("convert", sum(section.nbytes for section in found)) as advance, told():
         made = [to_torch(s) if args.to == TO_TORCH else to_format(s, target, advance) for s in found]
@@ -81,27 +88,12 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def _refuse_broken(args: argparse.Namespace, store: Store, found: list[Section]) -> None:
-    """What is broken would be whole afterwards: the result has checksums, codes and scales of its own.
-
-    Raises:
-        Broken: for what `inspect` calls broken.
-    """
+    """What is broken would be whole afterwards: the result has checksums, codes and scales of its own."""
     for text in [] if args.no_checksums else damage(store):
         raise Broken(f"{text}; see functional-lowbit inspect")
     for section, rows in zip(found, look_at(found), strict=True):
         for path, problem in [*section.problems, *((row.path, x) for row in rows for x in row.problems)]:
             raise Broken(f"{path!r}: {problem}; see functional-lowbit inspect")
-
-
-def _library(args: argparse.Namespace, section: Section) -> str:
-    try:
-        with told():
-            found = fl.convert.library_of(section.node)
-    except Mistake as error:
-        raise Broken(f"{section.where or args.source!r}: {error}") from error
-    if args.library not in ("auto", found):
-        raise Mistake(f"--from {args.library}: the state in {args.source!r} is from {found}")
-    return found
 
 
 def _document(section: Section, library: str, converted: Converted) -> dict[str, Any]:

@@ -27,12 +27,7 @@ SPEAKER = "inspect"
 
 
 def open_folder(path: Path, unsafe: bool) -> tuple[Mapping[Any, Any], int, Callable[[Advance], list[str]]]:
-    """What was saved, bytes on the disk, and how to compare checksums.
-
-    Raises:
-        Mistake: if there is no checkpoint, or if its `.metadata` holds more than it should.
-        Broken: if the checkpoint is not complete, or damaged.
-    """
+    """What was saved, bytes on the disk, and how to compare checksums."""
     place = _folder.real(path)
     names = [x.name for x in place.iterdir()] if place.is_dir() else []
     if names and not any(name == _folder.METADATA or name.endswith(".distcp") for name in names):
@@ -85,19 +80,15 @@ class _Unpickler(pickle.Unpickler):
             or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
         )
         if not plain:
-            raise _Code(f"{module}.{name}")
+            raise Mistake(f"{module}.{name}")
         return super().find_class(module, name)
-
-
-class _Code(Exception):
-    """The name of something that `.metadata` has no need of."""
 
 
 def _refuse_code(file: Path) -> None:
     try:
         with file.open("rb") as opened:
             _Unpickler(opened).load()
-    except _Code as code:
+    except Mistake as code:
         raise Mistake(
             f"{str(file)!r} holds more than an account of tensors: {code}; loading that can run any code, so use "
             "--unsafe if you trust whoever wrote it"

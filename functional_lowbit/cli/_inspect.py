@@ -37,12 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Look into `args.path`.
-
-    Raises:
-        Mistake: if there is nothing to look into.
-        Broken: if it cannot be read at all.
-    """
+    """Look into `args.path`."""
     store = open_store(args.path, args.unsafe)
     found = sections(store.tree)
     if not found:

@@ -9,24 +9,20 @@ import torch
 from torch import Tensor
 
 from functional_lowbit import formats
-from functional_lowbit._core.state.quantized import QuantizedTensor
 from functional_lowbit._core.version import __version__
 from functional_lowbit.checkpoint import _schema
 from functional_lowbit.checkpoint._reading import expected, joined
 from functional_lowbit.cli._numbers import (
     CHUNK,
     Numbers,
-    bad_scales,
     bytes_of,
     count,
     decoded,
     dense_parts,
     pieces,
-    share,
     take,
     unreadable,
-    wrong,
-)  # fmt: skip
+)
 from functional_lowbit.cli._output import Broken
 from functional_lowbit.cli._sections import Unread
 from functional_lowbit.convert import _bitsandbytes as bitsandbytes, _torchao as torchao
@@ -61,16 +57,18 @@ def look(leaf: Unread) -> Row:
     if row.numbers is None:
         return row
     below = row.numbers.negative if leaf.nonnegative else 0
-    return row._replace(
-        problems=row.problems + wrong(row.numbers, "numbers", **{"below 0, and never should be": below})
-    )
+    return row._replace(problems=row.problems + _wrong(row.numbers, "numbers", {"below 0, and never should be": below}))
 
 
 def _of_ours(row: Row, described: Mapping[str, Any], parts: Mapping[str, Any]) -> Row:
     kind, path = described["kind"], row.path
     missing = [f"the entry {path + end!r} is missing" for end in described["parts"] if end not in parts]
     if kind not in ("tensor", "quantized"):
-        return row._replace(format=kind, bytes=0, problems=missing or _odd(parts[""], kind))
+        row = row._replace(format=kind, bytes=0, problems=missing)
+        x = parts.get("")
+        if not missing and type(x).__name__ != kind:
+            return row._replace(problems=[f"the entry is a {type(x).__name__}, and no {kind}"])
+        return row._replace(problems=[f"the number is {x}"]) if isinstance(x, float) and not isfinite(x) else row
     if described.get("format", "float32") not in formats.names():
         missing.append(f"the format {row.format!r} is none that version {__version__} has")
     if missing:
@@ -86,15 +84,11 @@ def _of_ours(row: Row, described: Mapping[str, Any], parts: Mapping[str, Any]) -
         return row  # a rank's part of a DTensor, whose blocks another rank may have
     stored = joined("inspect", path, described, local)
     if stored.scales is not None:
-        problems = bad_scales(stored.scales, zero=False) + _bad_codes(stored)
+        problems = _bad_scales(stored.scales, zero=False)
+        never, codes = never_written(stored.format, stored.layout.signed), stored.codes
+        bad = 0 if never is None else sum(int(never[piece.int() & 255].sum()) for piece in pieces(codes))
+        problems += _wrong(Numbers(total=codes.numel()), "codes", {f"none that {row.format} writes": bad})
     return row._replace(numbers=count(decoded(stored)), problems=problems)
-
-
-def _odd(x: Any, kind: str) -> list[str]:
-    """What is wrong with a number or a string."""
-    if type(x).__name__ != kind:
-        return [f"the entry is a {type(x).__name__}, and no {kind}"]
-    return [f"the number is {x}"] if isinstance(x, float) and not isfinite(x) else []
 
 
 def _misfit(name: str, x: Any, dtype: str, shape: tuple[int, ...]) -> list[str]:
@@ -111,10 +105,16 @@ def _misfit(name: str, x: Any, dtype: str, shape: tuple[int, ...]) -> list[str]:
     return []
 
 
-def _bad_codes(stored: QuantizedTensor) -> list[str]:
-    never = never_written(stored.format, stored.layout.signed)
-    bad = 0 if never is None else sum(int(never[piece.int() & 255].sum()) for piece in pieces(stored.codes))
-    return [share(bad, stored.codes.numel(), "codes", f"none that {stored.format.name} writes")] if bad else []
+def _wrong(found: Numbers, what: str, more: dict[str, int]) -> list[str]:
+    """`3 of 576 scales are NaN`: those that are no numbers, and more by what is said of them."""
+    kinds = {"NaN": found.nan, "Inf": found.inf, **more}
+    return [f"{n:,} of {found.total:,} {what} {'is' if n == 1 else 'are'} {kind}" for kind, n in kinds.items() if n]
+
+
+def _bad_scales(scales: Tensor, zero: bool) -> list[str]:
+    """What is wrong with the scales of a leaf, one for each block. With `zero`, a scale may be 0."""
+    found = count(pieces(scales))
+    return _wrong(found, "scales", {"below 0": found.negative, "0": 0 if zero else found.zeros})
 
 
 @lru_cache
@@ -166,5 +166,5 @@ def _of_blocks(row: Row, blocks_of: Callable[[], list[Blocks]]) -> Row:
     except ValueError as error:
         return row._replace(problems=[str(error)])
     numbers = count(piece for blocks in found for piece in blocks.pieces(CHUNK))
-    scales = bad_scales(torch.stack([blocks.scales for blocks in found]), zero=True)
+    scales = _bad_scales(torch.stack([blocks.scales for blocks in found]), zero=True)
     return row._replace(block_size=found[0].block, numbers=numbers, problems=scales)

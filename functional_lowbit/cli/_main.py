@@ -70,12 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _put(text: str) -> None:
-    """Write to stdout.
-
-    Raises:
-        BrokenPipeError: if nobody reads it.
-        Mistake: if it cannot be written, on a full disk for instance.
-    """
+    """Write to stdout. Where nobody reads, that is a BrokenPipeError; a full disk is a Mistake."""
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()

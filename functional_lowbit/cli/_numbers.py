@@ -64,13 +64,13 @@ def unreadable(x: Tensor) -> str | None:
 class Numbers(NamedTuple):
     """What was counted. The extremes are those of finite numbers; None if there are none."""
 
-    low: float | None
-    high: float | None
-    total: int
-    zeros: int
-    negative: int
-    nan: int
-    inf: int
+    low: float | None = None
+    high: float | None = None
+    total: int = 0
+    zeros: int = 0
+    negative: int = 0
+    nan: int = 0
+    inf: int = 0
 
     @property
     def largest(self) -> float | None:
@@ -81,7 +81,7 @@ class Numbers(NamedTuple):
 def count(chunks: Iterable[Tensor]) -> Numbers:
     """The numbers of some tensors of any shape and dtype."""
     ends: list[float] = []
-    counts: Counter[str] = Counter(total=0, zeros=0, negative=0, nan=0, inf=0)
+    counts: Counter[str] = Counter()
     for x in chunks:
         x = torch.view_as_real(x) if x.is_complex() else x
         x = x.float() if x.is_floating_point() and x.itemsize < 4 else x.int() if x.dtype == torch.bool else x
@@ -114,20 +114,3 @@ def decoded(leaf: QuantizedTensor) -> Iterator[Tensor]:
         part = slice(first, first + at_once)
         values = codec.read(codes[part], scales[part], grid.block)
         yield values[torch.arange(grid.block) < lengths[part]] if grid.padding else values
-
-
-def share(n: int, total: int, what: str, kind: str) -> str:
-    """`3 of 576 scales are NaN`, `1 of 576 scales is NaN`."""
-    return f"{n:,} of {total:,} {what} {'is' if n == 1 else 'are'} {kind}"
-
-
-def wrong(found: Numbers, what: str, **more: int) -> list[str]:
-    """What is wrong with numbers: those that are none, and others by what is said of them."""
-    kinds = {"NaN": found.nan, "Inf": found.inf, **more}
-    return [share(n, found.total, what, kind) for kind, n in kinds.items() if n]
-
-
-def bad_scales(scales: Tensor, zero: bool) -> list[str]:
-    """What is wrong with the scales of a leaf, one for each block. With `zero`, a scale may be 0."""
-    found = count(pieces(scales))
-    return wrong(found, "scales", **{"below 0": found.negative, "0": 0 if zero else found.zeros})

@@ -114,11 +114,7 @@ def counted(n: int, what: str) -> str:
 
 @contextmanager
 def progress(what: str, total: float) -> Iterator[Advance]:
-    """A bar on stderr with `what` before it, which is taken away at the end; nothing where stderr is no terminal.
-
-    Yields:
-        `Advance`, in the unit of `total`.
-    """
+    """A bar on stderr with `what` before it, which is taken away at the end; nothing where stderr is no terminal."""
     shown = sys.stderr.isatty() and total > 0
     done, last, started = 0.0, -PAUSE, time.monotonic()
 

@@ -23,11 +23,7 @@ Params = dict[str, Tensor]
 
 
 def of_shapes(text: str, dtype: torch.dtype | None) -> Params:
-    """`1000x512,512` as two parameters.
-
-    Raises:
-        Mistake: for what are no shapes.
-    """
+    """`1000x512,512` as two parameters."""
     found: Params = {}
     for i, shape in enumerate(text.split(",")):
         sizes = [int(size) for size in shape.split("x")] if re.fullmatch(r" *[0-9]+(x[0-9]+)* *", shape) else []
@@ -38,12 +34,7 @@ def of_shapes(text: str, dtype: torch.dtype | None) -> Params:
 
 
 def of_path(path: str, dtype: torch.dtype | None, unsafe: bool) -> tuple[Params, list[str]]:
-    """The parameters of a model or checkpoint on the meta device, and what there is to say about them.
-
-    Raises:
-        Mistake: for a path where there are none.
-        Broken: for a damaged file.
-    """
+    """The parameters of a model or checkpoint on the meta device, and what there is to say about them."""
     place = Path(path)
     is_model = place.suffix in (".safetensors", ".json") or (place.is_dir() and not (place / ".metadata").is_file())
     if place.suffix == ".safetensors" and place.is_file() and sections(open_store(path, unsafe).tree):

@@ -54,11 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Plan for what is asked.
-
-    Raises:
-        Mistake: for arguments that do not fit, and a model that cannot be read.
-    """
+    """Plan for what is asked."""
     if (args.model is None) == (args.shapes is None):
         raise Mistake("give either a MODEL or --shapes")
     recipes = list(_recipes(args.optimizer, args.format))

@@ -20,11 +20,7 @@ from functional_lowbit.cli._stores import FOLDER, SAFETENSORS, TORCH, open_store
 
 
 def check_place(source: str, target: str, force: bool) -> None:
-    """Refuse to overwrite what is there.
-
-    Raises:
-        Mistake: if there is something at `target` and not `force`; if it is the source itself.
-    """
+    """Refuse to overwrite what is there."""
     if os.path.realpath(source) == os.path.realpath(target):
         raise Mistake(f"{target!r} is what is converted; write to another path")
     if os.path.lexists(target) and not force:
@@ -43,10 +39,6 @@ def write(kind: str, target: str, tree: Any, unsafe: bool) -> None:
         target: The path.
         tree: Of a file of torch.save, all that it holds; else what `fl.state_dict` returned.
         unsafe: As in `open_store`.
-
-    Raises:
-        Mistake: where nothing can be written.
-        Broken: if what was written is not what was meant; `target` is then as it was.
     """
     place = Path(os.path.realpath(target))
     if place.suffix == ".safetensors" and kind != SAFETENSORS:
@@ -137,9 +129,9 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
         return False
     if a.is_nested or a.layout is not torch.strided:
         return all(map(_same_bits, dense_parts(a), dense_parts(b)))
-    if a.device.type == "meta":  # it has no bits
-        return True
     if a.is_quantized:
         return torch.equal(a, b)
-    a, b = (x.detach().contiguous().flatten() for x in (a, b))
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.numel() else True
+    if a.device.type == "meta" or not a.numel():  # it has no bits
+        return True
+    a, b = (x.detach().contiguous().flatten().view(torch.uint8) for x in (a, b))
+    return torch.equal(a, b)

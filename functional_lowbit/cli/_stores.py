@@ -43,11 +43,6 @@ def open_store(path: str, unsafe: bool) -> Store:
     Args:
         path: A file of torch.save, a safetensors file, or a folder of `fl.checkpoint.save`.
         unsafe: Whether code in pickled files may run.
-
-    Raises:
-        Mistake: if there is nothing at the path, or nothing that can be read; if a file holds more than tensors and
-            numbers, and `unsafe` is not set.
-        Broken: for a file or folder that is damaged or not complete.
     """
     place = Path(path)
     if place.is_dir() or (not place.exists() and _folder.previous(_folder.real(place)).exists()):
