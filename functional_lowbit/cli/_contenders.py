@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -43,16 +44,12 @@ Maker = Callable[[list[Tensor], list[Tensor]], Contender]
 
 def makers() -> dict[str, Maker]:
     """Name to how it is made of parameters and gradients. The reference is first."""
-    found = {REFERENCE: torch_style(_adamw, fused=True), "torch foreach": torch_style(_adamw, foreach=True)}
+    found = {REFERENCE: torch_style(lambda: torch.optim.AdamW, fused=True)}
+    found["torch foreach"] = torch_style(lambda: torch.optim.AdamW, foreach=True)
     found["adamw"] = partial(functional, fl.adamw(LR, weight_decay=WEIGHT_DECAY))
     found |= {f"adamw {name}": partial(functional, low_bit(name)) for name in fl.formats.names() if name != "float32"}
-    return found | {
-        name: torch_style(partial(peer, name)) for name, (library, _) in PEERS.items() if find_spec(library)
-    }
-
-
-def _adamw() -> Any:
-    return torch.optim.AdamW
+    peers = [name for name, (library, _) in PEERS.items() if find_spec(library)]
+    return found | {name: torch_style(partial(peer, name)) for name in peers}
 
 
 def peer(name: str) -> Any:
@@ -183,15 +180,12 @@ def race(
 
 def machine(device: str) -> str:
     """What a timing is taken on, in words: the processor, and how much of it is used."""
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else _processor()
+    if device.startswith("cuda"):
+        name = torch.cuda.get_device_name(device)
+    else:
+        info = Path("/proc/cpuinfo")
+        lines = info.read_text().splitlines() if info.exists() else []
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        processor = names[0] if names else platform.processor() or platform.machine()
+        name = f"{processor} ({torch.backends.cpu.get_cpu_capability()})"
     return f"{name}, {counted(torch.get_num_threads(), 'thread')}"
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    vector = torch.backends.cpu.get_cpu_capability()
-    return f"{names[0] if names else platform.processor() or platform.machine()} ({vector})"

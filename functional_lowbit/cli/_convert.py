@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> Result:
     """Convert `args.source` to `args.target`."""
     check_place(args.source, args.target, args.force)
     store = open_store(args.source, args.unsafe)
-    found = sections(store.tree)
+    found = list(sections(store.tree))
     if not found:
         raise Mistake(f"{args.source!r} holds no optimizer state; see functional-lowbit inspect")
     if store.kind == FOLDER and any(section.where for section in found):

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Result:
     """Look into `args.path`."""
     store = open_store(args.path, args.unsafe)
-    found = sections(store.tree)
+    found = list(sections(store.tree))
     if not found:
         raise Mistake(
             f"{args.path!r} holds no optimizer state: neither an entry 'schema' (fl.state_dict), nor 'state' beside "
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> Result:
         "kind": store.kind,
         "bytes": store.size,
         "states": [_document(section, own, args.broken) for section, own in zip(found, rows, strict=True)],
-        "beside": [{"name": n, "tensors": k, "bytes": b} for n, k, b in beside(store.tree)],
+        "beside": [{"name": n, "tensors": k, "bytes": b} for n, k, b in beside(store.tree, found)],
         "damaged": damaged,
         "broken": bad,
     }

@@ -29,7 +29,7 @@ def of_shapes(text: str, dtype: torch.dtype | None) -> Params:
         sizes = [int(size) for size in shape.split("x")] if re.fullmatch(r" *[0-9]+(x[0-9]+)* *", shape) else []
         if not sizes or prod(sizes) >= MOST:
             raise Mistake(f"--shapes must be sizes joined by x, and shapes by commas, as 1000x512,512; got {text!r}")
-        found[str(i)] = torch.empty(sizes, dtype=dtype or torch.float32, device="meta")
+        found[str(i)] = _meta(sizes, dtype or torch.float32)
     return found
 
 
@@ -37,7 +37,7 @@ def of_path(path: str, dtype: torch.dtype | None, unsafe: bool) -> tuple[Params,
     """The parameters of a model or checkpoint on the meta device, and what there is to say about them."""
     place = Path(path)
     is_model = place.suffix in (".safetensors", ".json") or (place.is_dir() and not (place / ".metadata").is_file())
-    if place.suffix == ".safetensors" and place.is_file() and sections(open_store(path, unsafe).tree):
+    if place.suffix == ".safetensors" and place.is_file() and any(sections(open_store(path, unsafe).tree)):
         is_model = False  # a file of fl.checkpoint.save_safetensors
     if not is_model:
         return _of_checkpoint(path, dtype, unsafe)
@@ -88,7 +88,7 @@ def _owners(section: Section, dtype: torch.dtype | None) -> Params:
     for leaf in section.leaves:
         if leaf.described is not None and leaf.role == "moment":
             found.setdefault(leaf.owner, _meta(leaf.described["shape"], dtype or torch.float32))
-        elif leaf.described is None and leaf.path.rpartition(".")[-1] in ("exp_avg", "momentum_buffer", "state1"):
+        elif leaf.described is None and leaf.name in ("exp_avg", "momentum_buffer", "state1"):
             found[leaf.owner] = _meta(leaf.parts[""].shape, dtype or torch.float32)
     return found
 

@@ -120,7 +120,7 @@ def _row(optimizer: str, format: str, report: Report) -> dict[str, Any]:
 
 def _torch_row(params: Params, mesh: tuple[int, ...] | None) -> dict[str, Any]:
     """torch.optim.AdamW with float32 weights: two moments as ours in float32, and a float32 counter for each tensor."""
-    in_float32 = {name: torch.empty(x.shape, dtype=torch.float32, device="meta") for name, x in params.items()}
+    in_float32 = {name: x.float() for name, x in params.items()}
     row = _row(TORCH, "float32", fl.memory_plan(fl.adamw(LR), in_float32, mesh=mesh))
     more = 4 * len(params) - 8  # our one counter is int64
     for numbers, copies in ((row, 1), (row.get("all_ranks", {}), prod(mesh or ()))):

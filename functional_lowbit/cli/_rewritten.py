@@ -32,14 +32,7 @@ def check_place(source: str, target: str, force: bool) -> None:
 
 
 def write(kind: str, target: str, tree: Any, unsafe: bool) -> None:
-    """Write, read what was written, and only then give it its name.
-
-    Args:
-        kind: Of a file or folder, as `Store` says it.
-        target: The path.
-        tree: Of a file of torch.save, all that it holds; else what `fl.state_dict` returned.
-        unsafe: As in `open_store`.
-    """
+    """Write a whole tree, read what was written, and only then give it its name. `kind` is that of a `Store`."""
     place = Path(os.path.realpath(target))
     if place.suffix == ".safetensors" and kind != SAFETENSORS:
         raise Mistake(f"what is written is a {kind}, which must not be called {target!r}")
@@ -98,10 +91,7 @@ def replaced(tree: Any, keys: Sequence[Any], new: Any) -> Any:
 
 
 def first_difference(a: Any, b: Any, path: str = "") -> str | None:
-    """The path of the first thing that differs between two trees; None if nothing does.
-
-    What is neither a tensor nor a number, a string, a dict or a list is not looked at.
-    """
+    """The path of the first thing that differs between two trees; objects of other classes are not looked at."""
     if is_tensor(a):
         return None if is_tensor(b) and _same_bits(take(a), take(b)) else path
     if isinstance(a, Mapping):

@@ -65,41 +65,24 @@ class Section(NamedTuple):
         return sum(leaf.nbytes for leaf in self.leaves)
 
 
-def sections(tree: Any) -> list[Section]:
+def sections(node: Any, keys: tuple[Any, ...] = ()) -> Iterator[Section]:
     """All optimizer states in a checkpoint, however deep they sit in dicts and lists."""
-    return list(_inside(tree, (), 0))
-
-
-def beside(tree: Any) -> list[tuple[str, int, int]]:
-    """What else a checkpoint holds: (name, tensors, bytes) for each entry of its first level without a state."""
-    if not isinstance(tree, Mapping) or _section(tree, ()) is not None:
-        return []
-    found = []
-    for name, value in tree.items():
-        if next(_inside(value, (), 1), None) is None:
-            sizes = [bytes_of(x) for _, x in tensors_in(value)]
-            found.append((str(name), len(sizes), sum(sizes)))
-    return found
-
-
-def _section(node: Any, keys: tuple[Any, ...]) -> Section | None:
-    """The state that a node is, if it is one."""
-    if not isinstance(node, Mapping):
-        return None
-    if isinstance(node.get(_schema.SCHEMA), str):
-        return _ours(node, keys)
-    if isinstance(node.get("state"), Mapping) and "param_groups" in node:
-        return _of_an_optimizer(node, keys)
-    return None
-
-
-def _inside(node: Any, keys: tuple[Any, ...], depth: int) -> Iterator[Section]:
-    own = _section(node, keys)
-    if own is not None:
-        yield own
-    elif depth < DEPTH and isinstance(node, (Mapping, list, tuple)):
+    if isinstance(node, Mapping) and isinstance(node.get(_schema.SCHEMA), str):
+        yield _ours(node, keys)
+    elif isinstance(node, Mapping) and isinstance(node.get("state"), Mapping) and "param_groups" in node:
+        yield _of_an_optimizer(node, keys)
+    elif len(keys) < DEPTH and isinstance(node, (Mapping, list, tuple)):
         for name, child in node.items() if isinstance(node, Mapping) else enumerate(node):
-            yield from _inside(child, (*keys, name), depth + 1)
+            yield from sections(child, (*keys, name))
+
+
+def beside(tree: Any, found: list[Section]) -> list[tuple[str, int, int]]:
+    """What else a checkpoint holds: (name, tensors, bytes) for each entry of its first level without a state."""
+    if not isinstance(tree, Mapping) or any(not section.keys for section in found):
+        return []
+    others = [name for name in tree if name not in {section.keys[0] for section in found}]
+    sizes = {name: [bytes_of(x) for _, x in tensors_in(tree[name])] for name in others}
+    return [(str(name), len(own), sum(own)) for name, own in sizes.items()]
 
 
 def _ours(entries: Mapping[str, Any], keys: tuple[Any, ...]) -> Section:

@@ -18,8 +18,7 @@ from functional_lowbit._core.report.headers import DTYPES, header_text
 from functional_lowbit.checkpoint import _folder
 from functional_lowbit.checkpoint._safetensors import NUMBERS
 from functional_lowbit.checkpoint._schema import SCHEMA
-from functional_lowbit.cli import _folders
-from functional_lowbit.cli._folders import zip_damage
+from functional_lowbit.cli._folders import open_folder, zip_damage
 from functional_lowbit.cli._numbers import Pending
 from functional_lowbit.cli._output import Advance, Broken, Mistake, said
 
@@ -38,15 +37,10 @@ class Store(NamedTuple):
 
 
 def open_store(path: str, unsafe: bool) -> Store:
-    """What is at a path. Tensors stay in the file until they are asked for.
-
-    Args:
-        path: A file of torch.save, a safetensors file, or a folder of `fl.checkpoint.save`.
-        unsafe: Whether code in pickled files may run.
-    """
+    """What is at a path; tensors stay in the file until they are asked for. `unsafe` lets code in pickled files run."""
     place = Path(path)
     if place.is_dir() or (not place.exists() and _folder.previous(_folder.real(place)).exists()):
-        return Store(FOLDER, *_folders.open_folder(place, unsafe))
+        return Store(FOLDER, *open_folder(place, unsafe))
     if not place.exists():
         raise Mistake(f"there is no {path!r}")
     if not place.is_file():
@@ -90,16 +84,17 @@ def _load(place: Path, zipped: bool, unsafe: bool) -> Any:
         # Its classes may be loaded once they are known; a file's wish alone imports nothing else.
         if zipped and any(name.startswith(f"{TORCHAO}.") for name in foreign) and find_spec(TORCHAO):
             import_module(f"{TORCHAO}.optim")
-            if not set(_foreign(place)):
-                return _load(place, zipped, unsafe)
             foreign = _foreign(place)
+            if not foreign:
+                return _load(place, zipped, unsafe)
         if foreign:
             missing = f"; is {TORCHAO} installed?" if any(x.startswith(f"{TORCHAO}.") for x in foreign) else ""
             raise Mistake(
                 f"{str(place)!r} holds more than tensors and numbers: {', '.join(foreign)}{missing}; loading that can "
                 "run any code, so use --unsafe if you trust whoever wrote it"
             ) from error
-        raise Broken(f"cannot read {str(place)!r} as a file of torch.save: {_first_sentence(error)}") from error
+        first = re.split(r"(?<=[^.])\. |\n|; ", said(error))[0].rstrip(".")  # the rest is advice to programmers
+        raise Broken(f"cannot read {str(place)!r} as a file of torch.save: {first}") from error
 
 
 def _foreign(place: Path) -> list[str]:
@@ -108,11 +103,6 @@ def _foreign(place: Path) -> list[str]:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(place))
     except Exception:
         return []
-
-
-def _first_sentence(error: Exception) -> str:
-    """What torch says first; the rest is its advice to programmers."""
-    return re.split(r"(?<=[^.])\. |\n|; ", said(error))[0].rstrip(".")
 
 
 def _safetensors(path: Path) -> Mapping[str, Any]:
@@ -151,6 +141,7 @@ def _entry(path: Path, name: str, entry: Mapping[str, Any], start: int, size: in
         with path.open("rb") as file:
             file.seek(start + first)
             stored = bytearray(file.read(end - first))
-        return torch.frombuffer(stored, dtype=dtype).view(shape) if stored else torch.empty(shape, dtype=dtype)
+        numbers = torch.frombuffer(stored, dtype=torch.uint8) if stored else torch.empty(0, dtype=torch.uint8)
+        return numbers.view(dtype).view(shape)
 
     return Pending(dtype, shape, read)
