@@ -1,5 +1,6 @@
 """One optimizer state of a checkpoint as another: of ours in a format, or of torch.optim."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ class Target(NamedTuple):
     block_size: int | None
     min_size: int
 
-    def layout(self, described: dict[str, Any], min_size: int) -> Layout | None:
+    def layout(self, described: Mapping[str, Any], min_size: int) -> Layout | None:
         """How `fl.low_bit` would keep a moment; None for float32."""
         rule = LowBit(fl.identity(), self.format, self.block_size, min_size, None)
         like = torch.empty(described["shape"], dtype=torch.float32, device="meta")
@@ -87,28 +88,24 @@ def _named(leaf: Unread) -> Named:
     return _schema.named(leaf.name, dict(leaf.described or {}))
 
 
-def _reformat(leaf: Unread, described: dict[str, Any], target: Target) -> Made:
+def _reformat(leaf: Unread, described: Mapping[str, Any], target: Target) -> Made:
     """A leaf of ours as the target wants it; what is no moment stays as it is."""
     parts = {ending: take(x) for ending, x in leaf.parts.items()}
     if any(isinstance(x, Tensor) and ShardSpec.of(x) is not None for x in parts.values()):
         raise Mistake(f"leaf {leaf.path!r} is one rank's shard; save with fl.checkpoint.save, and convert that")
     nbytes = sum(x.nbytes for x in parts.values() if isinstance(x, Tensor))
-    if described["kind"] != "quantized":
-        value, name = parts[""], described["parts"][""]
-        is_moment = leaf.role == "moment" and leaf.field in MOMENTS and name == "float32"
-        layout = target.layout(described, target.min_size) if is_moment else None
-        if layout is None:
-            return Made(value, name, name, nbytes, nbytes, 0.0)
-        new = encode(value, layout)
-        return Made(new, name, new.format.name, nbytes, new.nbytes, relative_error(new.dequantize(), value))
-    stored, before = joined("convert", leaf.path, described, parts), described["format"]
+    stored, before = joined("convert", leaf.path, described, parts), described.get("format") or described["parts"][""]
+    in_few_bits = described["kind"] == "quantized"
+    is_moment = leaf.role == "moment" and described["field"] in MOMENTS and before == "float32"
+    if not in_few_bits and not is_moment:
+        return Made(stored, before, before, nbytes, nbytes, 0.0)
     values = stored.dequantize() if isinstance(stored, QuantizedTensor) else stored
-    layout = target.layout(described, 0)  # it was chosen to rest in few bits
-    if layout is None:
-        return Made(values.clone(), before, "float32", nbytes, values.nbytes, 0.0)
+    layout = target.layout(described, 0 if in_few_bits else target.min_size)  # a small one was chosen to rest so
+    if layout is None:  # what was float32 stays the same tensor, which may be in the file twice
+        return Made(values.clone() if in_few_bits else values, before, "float32", nbytes, values.nbytes, 0.0)
     if isinstance(stored, QuantizedTensor) and stored.layout._replace(threshold=layout.threshold) == layout:
         return Made(stored, before, before, nbytes, stored.nbytes, 0.0)
-    new = write_again(values, layout)
+    new = write_again(values, layout) if in_few_bits else encode(values, layout)
     return Made(new, before, new.format.name, nbytes, new.nbytes, relative_error(new.dequantize(), values))
 
 

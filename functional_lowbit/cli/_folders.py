@@ -24,6 +24,7 @@ METADATA_CLASSES = {
     *("TensorProperties", "MetadataIndex"),
 }
 SPEAKER = "inspect"
+SPOILT = "the bytes of {!r} are not those that were written (their checksum says)"
 
 
 def open_folder(path: Path, unsafe: bool) -> tuple[Mapping[Any, Any], int, Callable[[Advance], list[str]]]:
@@ -126,7 +127,7 @@ def _damage(folder: Path, metadata: Any, advance: Advance) -> list[str]:
             stored = file.read(where.length)
         advance(len(stored), index.fqn)
         if zip_damage(io.BytesIO(stored), "the entry", lambda *done: None):
-            found.append(_not_as_written(index.fqn))
+            found.append(SPOILT.format(index.fqn))
     return found
 
 
@@ -144,9 +145,5 @@ def zip_damage(file: Path | io.BytesIO, what: str, advance: Advance) -> list[str
                     while chunk := bytes_.read(CHUNK):
                         advance(len(chunk), record.filename)
             except Exception:  # flipped bits say that a record is encrypted, or packed in a way that nobody knows
-                found.append(_not_as_written(record.filename))
+                found.append(SPOILT.format(record.filename))
     return found
-
-
-def _not_as_written(name: str) -> str:
-    return f"the bytes of {name!r} are not those that were written (their checksum says)"

@@ -55,16 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         document = {"command": args.command, "version": __version__, **result.document}
         _put(as_json(document) if args.json else result.text)
         return result.status
-    except Mistake as mistake:
+    except (Mistake, KeyboardInterrupt) as error:
         if args.debug:
             raise
-        sys.stderr.write(f"{NAME} {args.command}: {mistake}\n")
-        return mistake.status
-    except KeyboardInterrupt:
-        if args.debug:
-            raise
-        sys.stderr.write(f"{NAME} {args.command}: interrupted\n")
-        return INTERRUPTED
+        text, status = (error, error.status) if isinstance(error, Mistake) else ("interrupted", INTERRUPTED)
+        sys.stderr.write(f"{NAME} {args.command}: {text}\n")
+        return status
     except BrokenPipeError:  # `| head` has read enough
         return NOBODY_READS
 

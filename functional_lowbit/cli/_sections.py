@@ -38,11 +38,6 @@ class Unread(NamedTuple):
         """Bytes of its tensors, as they are stored."""
         return sum(bytes_of(x) for x in self.parts.values() if is_tensor(x))
 
-    @property
-    def field(self) -> str | None:
-        """The field of its state's class, for a leaf with a role."""
-        return self.described.get("field") if self.described else None
-
 
 class Section(NamedTuple):
     """One optimizer state."""
@@ -184,11 +179,8 @@ def _foreign(entries: Mapping[Any, Any], prefix: str) -> list[Unread]:
 
 
 def _library_of(leaf: Unread) -> str:
-    kind = type(leaf.parts[""])
-    if kind.__module__.startswith("torchao."):
-        return TORCHAO
-    inner = inner_of(leaf.parts[""])
-    if inner is not None and type(inner).__module__.startswith("torchao."):
+    x = leaf.parts[""]
+    if any(type(part).__module__.startswith("torchao.") for part in (x, inner_of(x))):
         return TORCHAO
     return BITSANDBYTES if leaf.path.endswith((".state1", ".state2")) else TORCH
 
