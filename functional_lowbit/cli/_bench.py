@@ -42,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Result:
     """Time what is asked for."""
-    _check_device(args.device)
+    try:
+        torch.zeros(1, device=args.device).tolist()  # a device without numbers has no time either
+        contenders.synchronize(args.device)
+    except Exception as error:  # torch raises RuntimeError, AssertionError and others
+        raise Mistake(f"--device {args.device!r} cannot be used here: {said(error)[:200]}") from error
     names = _chosen(args)
     before = torch.get_num_threads()
     torch.set_num_threads(args.threads or before)
@@ -129,11 +133,3 @@ def _chosen(args: argparse.Namespace) -> list[str]:
         if not any(word in name for name in names):
             raise Mistake(f"--only {word!r} is in none of the names: {', '.join(names)}")
     return [n for n in names if n == contenders.REFERENCE or not args.only or any(word in n for word in args.only)]
-
-
-def _check_device(device: str) -> None:
-    try:
-        torch.zeros(1, device=device).tolist()  # a device without numbers has no time either
-        contenders.synchronize(device)
-    except Exception as error:  # torch raises RuntimeError, AssertionError and others
-        raise Mistake(f"--device {device!r} cannot be used here: {said(error)[:200]}") from error

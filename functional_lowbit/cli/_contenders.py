@@ -23,12 +23,7 @@ REFERENCE = "torch fused"
 MIN_SECONDS = 0.02  # of one timing; quick steps are repeated until they fill it
 FEWEST, MOST = 3, 100  # repeats; the first step of a timing finds the caches full of another's numbers
 SLOW = 20.0  # what is this many times slower than the reference is timed in the first rounds only
-PEERS = {
-    "torchao AdamW8bit": ("torchao", "AdamW8bit"),
-    "torchao AdamW4bit": ("torchao", "AdamW4bit"),
-    "torchao AdamWFp8": ("torchao", "AdamWFp8"),
-    "bitsandbytes AdamW8bit": ("bitsandbytes", "AdamW8bit"),
-}
+PEERS = ("torchao AdamW8bit", "torchao AdamW4bit", "torchao AdamWFp8", "bitsandbytes AdamW8bit")  # library and class
 
 
 class Contender(NamedTuple):
@@ -48,13 +43,13 @@ def makers() -> dict[str, Maker]:
     found["torch foreach"] = torch_style(lambda: torch.optim.AdamW, foreach=True)
     found["adamw"] = partial(functional, fl.adamw(LR, weight_decay=WEIGHT_DECAY))
     found |= {f"adamw {name}": partial(functional, low_bit(name)) for name in fl.formats.names() if name != "float32"}
-    peers = [name for name, (library, _) in PEERS.items() if find_spec(library)]
+    peers = [name for name in PEERS if find_spec(name.split()[0])]
     return found | {name: torch_style(partial(peer, name)) for name in peers}
 
 
 def peer(name: str) -> Any:
     """The class that a name of PEERS stands for; its library is imported."""
-    library, kind = PEERS[name]
+    library, kind = name.split()
     return getattr(import_module(f"{library}.optim"), kind)
 
 
@@ -116,7 +111,7 @@ def parameters(shapes: Sequence[tuple[int, ...]]) -> int:
 def versions() -> dict[str, str]:
     """Of the libraries that are installed."""
     found = {"functional-lowbit": fl.__version__, "torch": torch.__version__}
-    for library in sorted({library for library, _ in PEERS.values()}):
+    for library in sorted({name.split()[0] for name in PEERS}):
         if find_spec(library):
             try:
                 found[library] = metadata.version(library)

@@ -81,22 +81,12 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="write one JSON document to stdout, and nothing else")
     common.add_argument("--debug", action="store_true", help="show the traceback of a mistake too")
-    parser = argparse.ArgumentParser(
-        prog=NAME,
-        description="Low-bit optimizer states from the command line.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about, as_typed = "Low-bit optimizer states from the command line.", argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=NAME, description=about, epilog=EPILOG, formatter_class=as_typed)
     parser.add_argument("--version", action="version", version=f"{NAME} {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
-        command = commands.add_parser(
-            name,
-            help=module.HELP,
-            description=module.__doc__,
-            epilog=module.EXAMPLES,
-            parents=[common],
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        texts = {"help": module.HELP, "description": module.__doc__, "epilog": module.EXAMPLES}
+        command = commands.add_parser(name, **texts, parents=[common], formatter_class=as_typed)
         module.add_arguments(command)
     return parser

@@ -13,10 +13,11 @@ from torch import Tensor
 from functional_lowbit._core.report.plan_params import planned_params
 from functional_lowbit.cli._numbers import is_tensor
 from functional_lowbit.cli._output import Mistake, told
-from functional_lowbit.cli._sections import Section, sections, tensors_in
+from functional_lowbit.cli._sections import sections, tensors_in
 from functional_lowbit.cli._stores import open_store
 
 MODEL_KEYS = ("params", "model", "model_state_dict", "state_dict", "module")  # where checkpoints keep a model
+FIRST_MOMENTS = ("exp_avg", "momentum_buffer", "state1")  # of other libraries
 MOST = 1 << 60  # elements: torch counts the bytes in 63 bits
 
 Params = dict[str, Tensor]
@@ -51,7 +52,12 @@ def _of_checkpoint(path: str, dtype: torch.dtype | None, unsafe: bool) -> tuple[
     found = _once(_model_in(tree))
     if found:
         return {name: _meta(x.shape, dtype or x.dtype) for name, x in found.items()}, []
-    owners = {name: x for section in sections(tree) for name, x in _owners(section, dtype).items()}
+    owners: Params = {}
+    for leaf in (leaf for section in sections(tree) for leaf in section.leaves):
+        described = leaf.described
+        if leaf.role == "moment" if described else leaf.name in FIRST_MOMENTS:
+            shape = described["shape"] if described else leaf.parts[""].shape
+            owners[leaf.owner] = _meta(shape, dtype or torch.float32)
     if not owners:
         raise Mistake(f"{path!r} holds neither a model's tensors nor an optimizer state")
     return owners, ["the parameters are those that the optimizer state has moments of"]
@@ -81,16 +87,6 @@ def _once(tensors: dict[str, Any]) -> dict[str, Any]:
 
 def _floating(tree: Any) -> dict[str, Any]:
     return {name: x for name, x in tensors_in(tree) if x.dtype.is_floating_point}
-
-
-def _owners(section: Section, dtype: torch.dtype | None) -> Params:
-    found: Params = {}
-    for leaf in section.leaves:
-        if leaf.described is not None and leaf.role == "moment":
-            found.setdefault(leaf.owner, _meta(leaf.described["shape"], dtype or torch.float32))
-        elif leaf.described is None and leaf.name in ("exp_avg", "momentum_buffer", "state1"):
-            found[leaf.owner] = _meta(leaf.parts[""].shape, dtype or torch.float32)
-    return found
 
 
 def _meta(shape: Any, dtype: torch.dtype) -> Tensor:

@@ -54,10 +54,6 @@ def open_store(path: str, unsafe: bool) -> Store:
         raise Broken(f"{path!r} is empty")
     if place.suffix == ".safetensors" or (start[8:9] == b"{" and not start.startswith(b"PK")):
         return Store(SAFETENSORS, _safetensors(place), place.stat().st_size)
-    return _torch_file(place, start, unsafe)
-
-
-def _torch_file(place: Path, start: bytes, unsafe: bool) -> Store:
     zipped = _is_zip(place)
     if not zipped and start.startswith(b"PK"):
         raise Broken(f"{str(place)!r} is truncated: it begins as a file of torch.save, and has no end")
