@@ -46,9 +46,9 @@ def reading(named: Named, own: Any, saved: Mapping[str, Any], convert: bool) -> 
 def _reading(named: Named, own: Any, saved: Mapping[str, Any], convert: bool) -> Reading:
     path = named.path
 
-    def refuse(what: str, was: Any, has: Any, way_out: str = "") -> ValueError:
+    def refuse(what: str, was: Any, has: Any, way_out: str = "") -> WrongValue:
         text = f"leaf {path!r} was saved with {what} {was!r}, but the state has {has!r}"
-        return ValueError(f"{text}; {way_out}" if way_out else text)
+        return WrongValue(f"{text}; {way_out}" if way_out else text)
 
     mine = _schema.describe(named, own)
     for what in ("field", "param"):

@@ -35,7 +35,7 @@ def describe(named: Named, leaf: Any) -> dict[str, Any]:
     if kind in NUMBERS:
         return {**({} if named.role in LIKE_PARAMS else _role(named)), "kind": kind, "parts": {"": kind}}
     raise WrongType(
-        f"state_dict: leaf {named.path!r} must be a tensor, a bool, a number or a string, got {type(leaf).__name__}"
+        f"leaf {named.path!r} must be a tensor, a bool, a number or a string, got {type(leaf).__name__}"
     )
 
 

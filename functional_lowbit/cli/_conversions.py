@@ -94,7 +94,7 @@ def _reformat(leaf: Unread, described: Mapping[str, Any], target: Target) -> Mad
     if any(isinstance(x, Tensor) and ShardSpec.of(x) is not None for x in parts.values()):
         raise Mistake(f"leaf {leaf.path!r} is one rank's shard; save with fl.checkpoint.save, and convert that")
     nbytes = sum(x.nbytes for x in parts.values() if isinstance(x, Tensor))
-    stored, before = joined("convert", leaf.path, described, parts), described.get("format") or described["parts"][""]
+    stored, before = joined(leaf.path, described, parts), described.get("format") or described["parts"][""]
     in_few_bits = described["kind"] == "quantized"
     is_moment = leaf.role == "moment" and described["field"] in MOMENTS and before == "float32"
     if not in_few_bits and not is_moment:
@@ -152,7 +152,7 @@ def to_torch(section: Section) -> Converted:
     else:
         # Parameters that never had a gradient have no state, and may stay without: torch's load_state_dict takes that.
         keys = [key for group in groups for key in group["params"]]
-        labels = {key: p.label for key, p in zip(keys, any_saved("to_torch", saved).params, strict=True)}
+        labels = {key: p.label for key, p in zip(keys, any_saved(saved).params, strict=True)}
         stepped = [{**g, "params": [labels[k] for k in g["params"] if labels[k] in params]} for g in groups]
         result = fl.convert.to_torch(_state(saved, params, family, "float32"), stepped, params)
         state = {key: result["state"][label] for key, label in labels.items() if label in result["state"]}
@@ -173,7 +173,7 @@ def to_torch(section: Section) -> Converted:
 
 def _family(saved: Any) -> str:
     """Which kind of optimizer a state is of, by its moments."""
-    fields = {f for _, read in each_read("params_of", saved) for names in read.fields.values() for f in names}
+    fields = {f for _, read in each_read(saved) for names in read.fields.values() for f in names}
     if not fields and is_own(saved):
         raise Mistake("the state has no moments, so there is nothing to convert; make a new optimizer of torch.optim")
     return "adamw" if "nu" in fields else "lion" if "mu" in fields else "sgd"

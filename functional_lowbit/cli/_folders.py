@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from functional_lowbit._private import PICKLED_IN_METADATA
+from functional_lowbit._refused import WrongValue
 from functional_lowbit.checkpoint import _files, _folder
 from functional_lowbit.cli._numbers import Pending
 from functional_lowbit.cli._output import Advance, Broken, Mistake, said, told
@@ -23,7 +24,6 @@ METADATA_CLASSES = {
     *("Metadata", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
     *("TensorProperties", "MetadataIndex"),
 }
-SPEAKER = "inspect"
 SPOILT = "the bytes of {!r} are not those that were written (their checksum says)"
 
 
@@ -33,12 +33,12 @@ def open_folder(path: Path, unsafe: bool) -> tuple[Mapping[Any, Any], int, Calla
     names = [x.name for x in place.iterdir()] if place.is_dir() else []
     if names and not any(name == _folder.METADATA or name.endswith(".distcp") for name in names):
         raise Mistake(f"{str(path)!r} is a folder without a checkpoint; give one of the files in it")
-    with told(Mistake, OSError), told(Broken):
-        folder = _folder.find(SPEAKER, place)
+    with told(Mistake, OSError), told(Broken, WrongValue):
+        folder = _folder.find(place)
     if not unsafe:
         _refuse_code(folder / _folder.METADATA)
     with told(Broken):
-        metadata = _folder.metadata(SPEAKER, folder)
+        metadata = _folder.metadata(folder)
 
     def entry(name: str, saved: Any) -> Any:
         if not isinstance(saved, TensorStorageMetadata):

@@ -73,7 +73,7 @@ def _of_ours(row: Row, described: Mapping[str, Any], parts: Mapping[str, Any]) -
         missing.append(f"the format {row.format!r} is none that version {__version__} has")
     if missing:
         return row._replace(problems=missing)
-    wanted = expected("inspect", path, described)
+    wanted = expected(path, described)
     problems = [text for ending, like in wanted.items() for text in _misfit(path + ending, parts[ending], *like)]
     local = {ending: local_of(x) for ending, x in parts.items() if isinstance(x, Tensor)}
     if problems:
@@ -82,7 +82,7 @@ def _of_ours(row: Row, described: Mapping[str, Any], parts: Mapping[str, Any]) -
         return row._replace(numbers=count(pieces(*local.values())))
     if any(local[ending].shape != shape for ending, (_, shape) in wanted.items()):
         return row  # a rank's part of a DTensor, whose blocks another rank may have
-    stored = joined("inspect", path, described, local)
+    stored = joined(path, described, local)
     if stored.scales is not None:
         problems = _bad_scales(stored.scales, zero=False)
         never, codes = never_written(stored.format, stored.layout.signed), stored.codes

@@ -15,7 +15,6 @@ from functional_lowbit._refused import Refused
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 WIDTH = 24  # of the bar, in characters
 PAUSE = 0.1  # seconds between two pictures
-SPOKE = re.compile(r"^(inspect|schema|convert|params_of|library_of|to_torch|from_\w+|checkpoint\.\w+): ")
 
 Advance = Callable[..., None]
 """`advance(amount, now="")`: called when `amount` more is done; `now` stands behind the bar."""
@@ -43,14 +42,13 @@ class Result(NamedTuple):
 
 def said(error: BaseException) -> str:
     """The text of an error in one line, without who spoke."""
-    # What checkpoint and convert refuse has its speaker in the text, as long as they do not raise Refused.
-    text = error.reason if isinstance(error, Refused) else SPOKE.sub("", str(error))
+    text = error.reason if isinstance(error, Refused) else str(error)
     return " ".join(text.split()) or type(error).__name__
 
 
 @contextmanager
 def told(
-    kind: type[Mistake] = Mistake, errors: type[Exception] | tuple[type[Exception], ...] = (TypeError, ValueError)
+    kind: type[Mistake] = Mistake, errors: type[Exception] | tuple[type[Exception], ...] = Refused
 ) -> Iterator[None]:
     """Inside it, errors of the library are about what the user gave: its own, in one line without who spoke."""
     try:

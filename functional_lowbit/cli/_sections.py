@@ -99,7 +99,7 @@ def described_leaves(entries: Mapping[Any, Any], prefix: str) -> tuple[list[Unre
     raw = take(entries.get(_schema.SCHEMA))
     text = _schema.of_bytes(raw)
     try:
-        listed = _schema.read("schema", raw if text is None else text)
+        listed = _schema.read(raw if text is None else text)
     except ValueError as error:
         return [], [(f"{prefix}{_schema.SCHEMA}", said(error))]
     leaves, known = [], {_schema.SCHEMA}
