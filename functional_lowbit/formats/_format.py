@@ -1,7 +1,7 @@
 """What a format is: a way to write a block of float32 numbers in few bits, and to read it back."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ class Codec(NamedTuple):
     """
 
     encode: Callable[[Tensor], tuple[Tensor, Tensor | None]]  # float32[n, b] -> codes [n, b], scales [n, 1]
-    decode: Callable[[Tensor, Tensor | None], Tensor]  # the way back, float32[n, b]
+    decode: Callable[[Tensor, Any], Tensor]  # the way back, float32[n, b]; scales are None only where encode's are
     dtype: torch.dtype  # of the codes
     zero_code: int = 0  # what 0 is written as, in every block
     zero_scale: float | None = SMALLEST_ABSMAX  # the scale of an all-zero block; None for codes without scales

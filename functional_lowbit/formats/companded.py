@@ -29,9 +29,8 @@ def encode_signed(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes.to(torch.int8), scales
 
 
-def decode_signed(codes: Tensor, scales: Tensor | None) -> Tensor:
+def decode_signed(codes: Tensor, scales: Tensor) -> Tensor:
     """The inverse: y = c / (254 - |c|), which is exactly 1 at c = 127."""
-    assert scales is not None
     c = codes.float()
     x = scales * (c / (254.0 - c.abs()))
     return torch.where(c == SIGNED_NAN, float("nan"), x)
@@ -48,9 +47,8 @@ def encode_nonnegative(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes.to(torch.uint8), scales
 
 
-def decode_nonnegative(codes: Tensor, scales: Tensor | None) -> Tensor:
+def decode_nonnegative(codes: Tensor, scales: Tensor) -> Tensor:
     """The inverse: (scale * c / 254) ** 2."""
-    assert scales is not None
     c = codes.float()
     root = scales * (c * (1.0 / LARGEST_ROOT))  # 254 * float32(1 / 254) is exactly 1, so the largest element is exact
     return torch.where(c == ROOT_NAN, float("nan"), root * root)

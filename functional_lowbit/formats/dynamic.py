@@ -95,8 +95,7 @@ def _encode_signed(x: Tensor, counts: Sequence[float]) -> tuple[Tensor, Tensor]:
     return torch.where(y < 0, zero - position, zero + position).to(torch.uint8), scales
 
 
-def _decode_signed(codes: Tensor, scales: Tensor | None, counts: Sequence[float]) -> Tensor:
-    assert scales is not None
+def _decode_signed(codes: Tensor, scales: Tensor, counts: Sequence[float]) -> Tensor:
     position = codes.float() - (2 * counts[-1] - 1)
     return _value(position.abs(), counts) * torch.where(position < 0, -scales, scales)
 
@@ -106,7 +105,7 @@ def encode_signed(x: Tensor) -> tuple[Tensor, Tensor]:
     return _encode_signed(x, SIGNED)
 
 
-def decode_signed(codes: Tensor, scales: Tensor | None) -> Tensor:
+def decode_signed(codes: Tensor, scales: Tensor) -> Tensor:
     """The inverse."""
     return _decode_signed(codes, scales, SIGNED)
 
@@ -121,9 +120,8 @@ def encode_nonnegative(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(x <= 0, 0.0, position - 1).to(torch.uint8), scales
 
 
-def decode_nonnegative(codes: Tensor, scales: Tensor | None) -> Tensor:
+def decode_nonnegative(codes: Tensor, scales: Tensor) -> Tensor:
     """The inverse."""
-    assert scales is not None
     codes = codes.float()
     return torch.where(codes == 0, 0.0, _value(codes + 1, NONNEGATIVE) * scales)
 
@@ -133,7 +131,7 @@ def encode_signed_4_bits(x: Tensor) -> tuple[Tensor, Tensor]:
     return _encode_signed(x, SIGNED_OF_4_BITS)
 
 
-def decode_signed_4_bits(codes: Tensor, scales: Tensor | None) -> Tensor:
+def decode_signed_4_bits(codes: Tensor, scales: Tensor) -> Tensor:
     """The inverse."""
     return _decode_signed(codes, scales, SIGNED_OF_4_BITS)
 
@@ -147,9 +145,8 @@ def encode_nonnegative_4_bits(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(x <= 0, 0.0, codes).to(torch.uint8), scales
 
 
-def decode_nonnegative_4_bits(codes: Tensor, scales: Tensor | None) -> Tensor:
+def decode_nonnegative_4_bits(codes: Tensor, scales: Tensor) -> Tensor:
     """The inverse."""
-    assert scales is not None
     codes = codes.float()
     return torch.where(codes < 15, codes * (1 / 16), 1.0) * scales
 

@@ -77,14 +77,12 @@ def _magnitude(codes: Tensor, kind: Float8) -> Tensor:
     return torch.where(f <= kind.largest, f, float("nan"))
 
 
-def _decode_signed(codes: Tensor, units: Tensor | None, kind: Float8) -> Tensor:
-    assert units is not None
+def _decode_signed(codes: Tensor, units: Tensor, kind: Float8) -> Tensor:
     codes = codes.to(torch.int32)
     return _magnitude(codes & 127, kind) * torch.where(codes < 128, units, -units)
 
 
-def _decode_nonnegative(codes: Tensor, units: Tensor | None, kind: Float8) -> Tensor:
-    assert units is not None
+def _decode_nonnegative(codes: Tensor, units: Tensor, kind: Float8) -> Tensor:
     return _magnitude(codes.to(torch.int32), kind) * units
 
 
@@ -96,7 +94,7 @@ def encode_e4m3_signed(x: Tensor) -> tuple[Tensor, Tensor]:
     return _encode_signed(x, E4M3)
 
 
-def decode_e4m3_signed(codes: Tensor, scales: Tensor | None) -> Tensor:
+def decode_e4m3_signed(codes: Tensor, scales: Tensor) -> Tensor:
     """The inverse, without rounding."""
     return _decode_signed(codes, scales, E4M3)
 
@@ -106,7 +104,7 @@ def encode_e4m3_nonnegative(x: Tensor) -> tuple[Tensor, Tensor]:
     return _encode_nonnegative(x, E4M3)
 
 
-def decode_e4m3_nonnegative(codes: Tensor, scales: Tensor | None) -> Tensor:
+def decode_e4m3_nonnegative(codes: Tensor, scales: Tensor) -> Tensor:
     """The inverse, without rounding."""
     return _decode_nonnegative(codes, scales, E4M3)
 
@@ -116,7 +114,7 @@ def encode_e5m2_signed(x: Tensor) -> tuple[Tensor, Tensor]:
     return _encode_signed(x, E5M2)
 
 
-def decode_e5m2_signed(codes: Tensor, scales: Tensor | None) -> Tensor:
+def decode_e5m2_signed(codes: Tensor, scales: Tensor) -> Tensor:
     """The inverse, without rounding."""
     return _decode_signed(codes, scales, E5M2)
 
@@ -126,7 +124,7 @@ def encode_e5m2_nonnegative(x: Tensor) -> tuple[Tensor, Tensor]:
     return _encode_nonnegative(x, E5M2)
 
 
-def decode_e5m2_nonnegative(codes: Tensor, scales: Tensor | None) -> Tensor:
+def decode_e5m2_nonnegative(codes: Tensor, scales: Tensor) -> Tensor:
     """The inverse, without rounding."""
     return _decode_nonnegative(codes, scales, E5M2)
 

@@ -42,9 +42,8 @@ def encode_signed(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(magnitude < float("inf"), codes, float(SIGNED_NAN)).to(torch.uint8), units
 
 
-def decode_signed(codes: Tensor, scales: Tensor | None) -> Tensor:
+def decode_signed(codes: Tensor, scales: Tensor) -> Tensor:
     """The inverse; k * unit is exact."""
-    assert scales is not None
     c = codes.float()
     root = (c - SIGNED_ZERO) * scales
     return torch.where(c == SIGNED_NAN, float("nan"), root * root.abs())
@@ -58,9 +57,8 @@ def encode_nonnegative(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(x <= 0, 0.0, k).to(torch.uint8), units
 
 
-def decode_nonnegative(codes: Tensor, scales: Tensor | None) -> Tensor:
+def decode_nonnegative(codes: Tensor, scales: Tensor) -> Tensor:
     """The inverse; k * unit is exact."""
-    assert scales is not None
     root = codes.float() * scales
     square = root * root
     return square * square
