@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import byte_lm
 from byte_lm import B1, B2, CLIP, DECAY, EPS, decays
 
-from functional_lowbit._core.report.error_table import ErrorReport
+from functional_lowbit._core.report.recorded import ErrorReport
 
 
 def train(format: str, args: argparse.Namespace) -> list[ErrorReport]:

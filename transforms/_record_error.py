@@ -10,9 +10,8 @@ from torch import Tensor
 from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation
-from functional_lowbit._core.report.error_table import ErrorReport
 from functional_lowbit._core.report.errors import UPDATE, by_path, errors_of, leaves_stand_alone, moment_trees
-from functional_lowbit._core.report.recorded import Numbers, QuantizationErrorState, rows
+from functional_lowbit._core.report.recorded import ErrorReport, Numbers, QuantizationErrorState, rows
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.like_params import like_params
 from functional_lowbit._core.state.observing import Observing

@@ -49,9 +49,9 @@ def describe(state: Any, params: Tree = None) -> Report:
             rows.append(Row(path, dtype, tuple(leaf.shape), local_of(leaf).nbytes, why))
     if params is None:
         return Report(tuple(rows))
-    locals_ = [local_of(p) for p in _optree.leaves(params)]
-    weight_bytes = sum(p.nbytes for p in locals_)
-    return Report(tuple(rows), sum(p.numel() for p in locals_), weight_bytes, weight_bytes)
+    shards = [local_of(p) for p in _optree.leaves(params)]
+    weight_bytes = sum(p.nbytes for p in shards)
+    return Report(tuple(rows), sum(p.numel() for p in shards), weight_bytes, weight_bytes)
 
 
 def _why_stored(leaf: QuantizedTensor) -> str:

@@ -8,7 +8,6 @@ References:
 """
 
 import json
-from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -48,11 +47,6 @@ def header_text(file: Path) -> tuple[int, bytes]:
         return length, opened.read(length) if length <= LIMIT else b""
 
 
-def has_files(folder: Path) -> bool:
-    """Whether a folder holds safetensors files."""
-    return any(folder.glob("*.safetensors"))
-
-
 def read_params(path: Path, notes: list[str]) -> dict[str, Tensor]:
     """The floating-point tensors of a checkpoint, by name, on the meta device.
 
@@ -66,10 +60,9 @@ def read_params(path: Path, notes: list[str]) -> dict[str, Tensor]:
         ValueError: for what is no such file, for a tensor in two files, and for a folder with several indices,
             or with states of optimizers alone.
     """
-    files = _files(path)
     found: dict[str, Tensor] = {}
     left_out: list[str] = []
-    for file in files:
+    for file in _files(path):
         for name, entry in _header(file).items():
             if name in found:
                 raise WrongValue(f"{str(file)!r} holds {name!r}, and so does another file; give the files of one model")
@@ -107,14 +100,10 @@ def _files(path: Path) -> list[Path]:
             f"{str(path)!r} has no 'weight_map' from tensors to files; it is no index of safetensors files"
         )
     files = [path.parent / name for name in sorted(set(names.values()))]
-    _all_there(path, files)
-    return files
-
-
-def _all_there(index: Path, files: Iterable[Path]) -> None:
     for file in files:
         if not file.is_file():
-            raise NotThere(f"{str(index)!r} names the file {file.name!r}, which is not there")
+            raise NotThere(f"{str(path)!r} names the file {file.name!r}, which is not there")
+    return files
 
 
 def _is_state(file: Path) -> bool:

@@ -22,11 +22,7 @@ Placements: TypeAlias = Sequence[Any] | Callable[[str, Tensor], Sequence[Any]] |
 
 
 class PlannedMesh:
-    """A mesh of some shape, as each of its ranks sees it.
-
-    Args:
-        mesh: Its shape.
-    """
+    """A mesh of some shape, as each of its ranks sees it."""
 
     def __init__(self, mesh: MeshShape):
         self.names: tuple[str, ...] | None = None
@@ -48,11 +44,10 @@ class PlannedMesh:
     def specs(self, paths: Sequence[str], leaves: Sequence[Tensor], placements: Placements) -> list[ShardSpec]:
         """How each leaf is sharded, as rank 0 sees it."""
         mesh = self.of_rank(0)
-        found = []
-        for path, leaf in zip(paths, leaves, strict=True):
-            placed = self._placed(path, leaf, placements)
-            found.append(ShardSpec(mesh, placed, tuple(leaf.shape), contiguous_stride(leaf.shape)))
-        return found
+        return [
+            ShardSpec(mesh, self._placed(path, leaf, placements), tuple(leaf.shape), contiguous_stride(leaf.shape))
+            for path, leaf in zip(paths, leaves, strict=True)
+        ]
 
     def alike(self, specs: Sequence[ShardSpec]) -> list[list[int]]:
         """Ranks whose shards all have the same shapes, together; in order of the first of each."""

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from functional_lowbit import _refused as refused
-from functional_lowbit._core.report.error_table import ErrorReport
 from functional_lowbit._core.report.errors import UPDATE
-from functional_lowbit._core.report.recorded import recorded_quantization_error
+from functional_lowbit._core.report.recorded import ErrorReport, recorded_quantization_error
 
 WORST = 3  # leaves that are named
 COLORS = ("#d1495b", "#edae49", "#2e86ab")

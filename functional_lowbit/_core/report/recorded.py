@@ -1,4 +1,4 @@
-"""What `record_quantization_error` has recorded: its state, and the report that is read from it."""
+"""What `record_quantization_error` has recorded: its state, and the report of errors that is read from it."""
 
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from functional_lowbit import _optree
 from functional_lowbit._core.contract.base import Number, Role
-from functional_lowbit._core.report.error_table import ErrorReport, ErrorRow
+from functional_lowbit._core.report.columns import table
 from functional_lowbit._core.report.errors import UPDATE, by_path, moment_trees
 from functional_lowbit._core.state.quantized import QuantizedTensor
 from functional_lowbit._optree import Tree
@@ -14,7 +14,6 @@ from functional_lowbit._refused import WrongValue, speaking
 
 Numbers = tuple[float, float, float]
 """The error of the last look, the mean and the largest."""
-
 
 Errors: TypeAlias = Annotated[dict[str, Tree], Role("record", by_name=True)]
 """A number for each leaf, by the moment's name or "update"."""
@@ -35,6 +34,45 @@ class QuantizationErrorState(NamedTuple):
     mean: Errors  # float32[], like params; over all looks
     largest: Errors  # float32[], like params; over all looks
     inner_state: Any
+
+
+class ErrorRow(NamedTuple):
+    """The error of one moment, or of the update, of one leaf: relative, in the Euclidean norm; 0.01 is 1%."""
+
+    path: str  # of the parameter
+    what: str  # "mu", "nu", …, or "update"
+    format: str  # in which the moment rests; of an update that in which the leaf's moments rest
+    error: float  # when it was last looked at
+    mean: float  # over all looks
+    largest: float  # over all looks
+    looks: int  # how often it was looked at
+
+
+class ErrorReport(NamedTuple):
+    """What `quantization_error` or `recorded_quantization_error` found. `str()` is a table, in percent.
+
+    Example:
+        >>> import torch, functional_lowbit as fl
+        >>> tx, params = fl.sgd8bit(0.1), {"w": torch.zeros(64, 64)}
+        >>> report = fl.quantization_error(tx, {"w": torch.ones(64, 64)}, tx.init(params))
+        >>> report.rows[0]  # all numbers of a block are its largest, which every format keeps
+        ErrorRow(path='w', what='trace', format='companded8', error=0.0, mean=0.0, largest=0.0, looks=1)
+    """
+
+    rows: tuple[ErrorRow, ...]
+    step: int | None = None  # of the last look, counted from 1; None for a look outside of a recorder
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as dicts, lists, strings and numbers, ready for `json.dumps`."""
+        return {"step": self.step, "rows": [row._asdict() for row in self.rows]}
+
+    def __str__(self) -> str:
+        lines = [
+            (row.path, row.what, row.format, *(f"{100 * x:.3f} %" for x in (row.error, row.mean, row.largest)))
+            for row in self.rows
+        ]
+        numbers = ("error", "mean", "largest")
+        return table(("path", "what", "format", *numbers), lines, right=numbers)
 
 
 @speaking("recorded_quantization_error")
