@@ -63,9 +63,7 @@ def _why_stored(leaf: QuantizedTensor) -> str:
 def _why_plain(leaf: Tensor, threshold: int | None) -> str:
     if threshold is None:
         return "not stored in few bits"
-    if leaf.numel() < threshold:
-        return f"fewer than {threshold:,} elements"
-    return "rows too short to gain by it"
+    return f"fewer than {threshold:,} elements" if leaf.numel() < threshold else "rows too short to gain by it"
 
 
 def _kinds(node: Any) -> dict[str, str]:

@@ -97,14 +97,12 @@ class PlannedMesh:
 
 def on_rank(specs: Sequence[ShardSpec | None], leaves: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
     """The leaves as DTensors of a mesh, one rank's; those without a spec as they are. Meta tensors only."""
-    placed = []
-    for spec, leaf in zip(specs, leaves, strict=True):
-        if spec is None:
-            placed.append(leaf)
-            continue
+
+    def placed(spec: ShardSpec, leaf: Tensor) -> Tensor:
         own = ShardSpec(mesh, spec.placements, spec.shape, spec.stride)
-        placed.append(own.wrap(torch.empty(own.local_shape(), dtype=leaf.dtype, device="meta")))
-    return placed
+        return own.wrap(torch.empty(own.local_shape(), dtype=leaf.dtype, device="meta"))
+
+    return [leaf if spec is None else placed(spec, leaf) for spec, leaf in zip(specs, leaves, strict=True)]
 
 
 def _is_size(n: Any) -> bool:

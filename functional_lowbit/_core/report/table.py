@@ -73,8 +73,8 @@ class Report(NamedTuple):
         `training_bytes`, `bytes_per_parameter`; with ranks also `mesh`, `largest_rank`, `smallest_rank`, `all_ranks`
         (sums over the ranks) and `ranks` (the numbers of each).
         """
-        found: dict[str, Any] = {"rows": [{**row._asdict(), "shape": list(row.shape)} for row in self.rows]}
-        found.update(self._numbers())
+        rows = [{**row._asdict(), "shape": list(row.shape)} for row in self.rows]
+        found: dict[str, Any] = {"rows": rows, **self._numbers()}
         if self.ranks:
             each = [rank._numbers() for rank in self.ranks]
             found["mesh"] = list(self.mesh)
@@ -125,15 +125,11 @@ class Report(NamedTuple):
         if most is None or least is None:
             return []
         sizes = [rank.training_bytes for rank in self.ranks]
-        mesh = " x ".join(map(str, self.mesh))
-        lines = [("all ranks", "", "", f"{sum(sizes):,}", f"of a mesh of {mesh}")]
+        lines = [("most", sizes[most], f"rank {most}, as above"), ("least", sizes[least], f"rank {least}")]
         if sizes[most] == sizes[least]:
-            return [("each rank", "", "", f"{sizes[0]:,}", "as above"), *lines]
-        return [
-            ("most", "", "", f"{sizes[most]:,}", f"rank {most}, as above"),
-            ("least", "", "", f"{sizes[least]:,}", f"rank {least}"),
-            *lines,
-        ]
+            lines = [("each rank", sizes[0], "as above")]
+        lines.append(("all ranks", sum(sizes), f"of a mesh of {' x '.join(map(str, self.mesh))}"))
+        return [(what, "", "", f"{size:,}", why) for what, size, why in lines]
 
     def __str__(self) -> str:
         return self.table()
