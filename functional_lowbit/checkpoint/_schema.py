@@ -34,9 +34,7 @@ def describe(named: Named, leaf: Any) -> dict[str, Any]:
     kind = type(plain(leaf)).__name__
     if kind in NUMBERS:
         return {**({} if named.role in LIKE_PARAMS else _role(named)), "kind": kind, "parts": {"": kind}}
-    raise WrongType(
-        f"leaf {named.path!r} must be a tensor, a bool, a number or a string, got {type(leaf).__name__}"
-    )
+    raise WrongType(f"leaf {named.path!r} must be a tensor, a bool, a number or a string, got {type(leaf).__name__}")
 
 
 def _role(named: Named) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from functional_lowbit.cli._numbers import take
 from functional_lowbit.cli._output import Advance, Mistake
 from functional_lowbit.cli._sections import OURS, Section, Unread, names_of
 from functional_lowbit.convert._library import any_saved, each_read
+from functional_lowbit.convert._match import named_leaves
 from functional_lowbit.convert._own import is_own
-from functional_lowbit.convert._slots import named_leaves
 from functional_lowbit.optim import _entries
 from functional_lowbit.sharding import ShardSpec
 from functional_lowbit.transforms._low_bit import LowBit

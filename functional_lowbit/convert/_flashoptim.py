@@ -24,9 +24,9 @@ from torch import Tensor
 from functional_lowbit import _optree
 from functional_lowbit._refused import WrongValue
 from functional_lowbit.convert._kept import Blocks, Kept
+from functional_lowbit.convert._match import named_leaves
 from functional_lowbit.convert._read import Read, plain, reader_by_names, signed
 from functional_lowbit.convert._saved import SavedParam
-from functional_lowbit.convert._slots import named_leaves
 from functional_lowbit.formats._halves import HALF_DTYPES, SHIFT, write_master
 from functional_lowbit.sharding import ShardSpec, local_of, wrap
 from functional_lowbit.transforms._master import MasterWeightsState

@@ -7,13 +7,11 @@ from functional_lowbit._core.contract import interrupted
 from functional_lowbit._core.contract.refuse import is_transformation
 from functional_lowbit._optree import Tree
 from functional_lowbit._refused import WrongType, WrongValue, speaking
-from functional_lowbit.convert._fill import check_step, fill
-from functional_lowbit.convert._groups import Shell, params_in_order, with_hyperparams
+from functional_lowbit.convert._fill import check_step, fill, find_slots
 from functional_lowbit.convert._library import OURS, READERS, any_saved, library_in
-from functional_lowbit.convert._match import Sides, match
+from functional_lowbit.convert._match import Shell, Sides, match, named_leaves, params_in_order, with_hyperparams
 from functional_lowbit.convert._own import is_own_state
 from functional_lowbit.convert._read import Read, refuse_dampening
-from functional_lowbit.convert._slots import find_slots, named_leaves
 
 LIKE_TORCH = ("torchao", "flashoptim")  # if all parameters are small, or nothing is compressed
 

@@ -10,8 +10,8 @@ from functional_lowbit._core.state.quantized import QuantizedTensor
 from functional_lowbit._refused import WrongValue
 from functional_lowbit.checkpoint import _schema
 from functional_lowbit.checkpoint._reading import expected, joined
-from functional_lowbit.convert._groups import Shell
 from functional_lowbit.convert._kept import Codes, Kept
+from functional_lowbit.convert._match import Shell
 from functional_lowbit.convert._read import Read, read_step
 from functional_lowbit.convert._saved import Saved, SavedParam, read_saved
 from functional_lowbit.formats._format import unpack

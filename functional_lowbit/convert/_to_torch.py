@@ -9,12 +9,19 @@ from torch import Tensor
 from functional_lowbit._core.contract import interrupted
 from functional_lowbit._optree import Tree
 from functional_lowbit._refused import WrongType, WrongValue, speaking
-from functional_lowbit.convert._groups import Shell, are_whole, params_in_order, same_switches
-from functional_lowbit.convert._match import Sides, match
+from functional_lowbit.convert._fill import Slots, find_slots, listed
+from functional_lowbit.convert._match import (
+    Shell,
+    Sides,
+    are_whole,
+    match,
+    named_leaves,
+    params_in_order,
+    same_switches,
+)
 from functional_lowbit.convert._own import ENTRIES, is_own, is_own_state, kept_of, saved_of_own
 from functional_lowbit.convert._read import Read, read_step
 from functional_lowbit.convert._saved import Saved, SavedParam, of_groups, unflattened, with_tensors
-from functional_lowbit.convert._slots import Slots, find_slots, listed, named_leaves
 
 
 class Source(NamedTuple):

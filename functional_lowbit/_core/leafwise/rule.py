@@ -12,13 +12,12 @@ from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import Hyper, Moment, Statistic
 from functional_lowbit._core.leafwise import current
-from functional_lowbit._core.leafwise.guard import Guard, can_watch, check_elementwise, watched
-from functional_lowbit._core.leafwise.returned import check_leaf, check_pair
+from functional_lowbit._core.leafwise.guard import Guard, can_watch, check_elementwise, name_of, watched
 from functional_lowbit._core.leafwise.scalars import at_least_float32, constant, is_param, plain, record
 from functional_lowbit._core.state import fits, statistics as statistics_
 from functional_lowbit._core.state.parts import Part, Rest
 from functional_lowbit._optree import Tree
-from functional_lowbit._refused import WrongValue, speaking
+from functional_lowbit._refused import WrongType, WrongValue, speaking
 from functional_lowbit.sharding import ShardSpec, local_of
 
 
@@ -178,3 +177,32 @@ class Rule(Part):
 
 def _slice(offset: int, length: int) -> slice:
     return slice(offset, offset + length)
+
+
+def check_pair(function: Callable[..., Any], state_class: Any, result: Any) -> tuple[Any, Any]:
+    """Refuse what a leaf function returned if it is not an update and a state."""
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], state_class):
+        return result
+    kinds = [type(x).__name__ for x in result] if isinstance(result, tuple) else type(result).__name__
+    raise WrongType(
+        f"{name_of(function)} must return (update, state), with a state of class {state_class.__name__}, got {kinds}",
+        speaker="leafwise",
+    )
+
+
+def check_leaf(
+    function: Callable[..., Any],
+    like: Tensor,
+    update: Any,
+    moments: Mapping[str, Any],
+    whose: str = "g",
+) -> None:
+    """Refuse what a leaf function returned if it is not shaped like its leaf, or like what it was given."""
+    for what, x in [("update", update), *moments.items()]:
+        if not isinstance(x, Tensor) or x.shape != like.shape or x.dtype != torch.float32:
+            got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise WrongValue(
+                f"{name_of(function)} must return float32 tensors of {whose}'s shape {tuple(like.shape)}, got for "
+                f"{what}: {got}",
+                speaker="leafwise",
+            )

@@ -11,8 +11,7 @@ from functional_lowbit import _optree
 from functional_lowbit._core.leafwise import current
 from functional_lowbit._core.leafwise.guard import Guard, can_watch, name_of, watched
 from functional_lowbit._core.leafwise.rule import Rule
-from functional_lowbit._core.leafwise.task import Task
-from functional_lowbit._core.leafwise.whole import run_whole
+from functional_lowbit._core.leafwise.whole import Task, run_whole
 from functional_lowbit._core.state import fits, statistics as statistics_
 from functional_lowbit._core.state.like_params import as_sharded
 from functional_lowbit._optree import Tree

@@ -4,17 +4,48 @@ The work is spread: of all leaves that are cut over the same ranks, each rank ta
 It goes in waves; in each, every rank has at most one leaf, and one message goes from each rank to each other, and back.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from functional_lowbit._core.leafwise.task import Task
 from functional_lowbit._refused import WrongState
-from functional_lowbit.sharding import ShardSpec
+from functional_lowbit.sharding import ShardSpec, part_of, wrap
 from functional_lowbit.sharding._collectives import Coordinate, exchange, own_coordinate, team_of
+
+
+@dataclass(frozen=True)
+class Task:
+    """A leaf with all that its function is given."""
+
+    path: str
+    update: Tensor
+    fields: Mapping[str, Any]  # moments and statistics, as they rest
+    param: Tensor | None
+
+    @property
+    def spec(self) -> ShardSpec | None:
+        """Of the leaf; None for a plain tensor."""
+        return ShardSpec.of(self.update)
+
+    def parts(self) -> list[Tensor]:
+        """What this rank holds of the update, the fields and the parameter: float32."""
+        tensors = [self.update, *self.fields.values(), *([] if self.param is None else [self.param])]
+        return [part_of(x).float() for x in tensors]
+
+    def specs(self) -> list[ShardSpec]:
+        """Of the update and the fields, all of them sharded; the parameter's is the update's."""
+        found = [ShardSpec.of(x) for x in (self.update, *self.fields.values())]
+        return [spec for spec in found if spec is not None]
+
+    def wrapped(self, update: Tensor, new: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The new update, in the old one's dtype, and the new fields, sharded as the old ones."""
+        wrapped = {name: wrap(x, ShardSpec.of(self.fields[name])) for name, x in new.items()}
+        return wrap(update.to(self.update.dtype), self.spec), wrapped
+
 
 Compute = Callable[[Task, list[Tensor]], Sequence[Tensor]]
 Message = tuple[Coordinate, Tensor]  # (from or to whom, flat numbers)

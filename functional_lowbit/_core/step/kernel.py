@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_lowbit._core.leafwise.returned import check_leaf, check_pair
+from functional_lowbit._core.leafwise.rule import check_leaf, check_pair
 from functional_lowbit._core.leafwise.scalars import record
 from functional_lowbit._core.step.slots import (
     KernelKey,
