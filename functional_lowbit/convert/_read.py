@@ -22,7 +22,7 @@ class Read(NamedTuple):
     error: Tensor | None = None  # of FlashOptim: what the parameter lacks of its master
 
 
-Reader: TypeAlias = Callable[[str, SavedParam, Mapping[str, Any], Mapping[str, str]], Read]
+Reader: TypeAlias = Callable[[SavedParam, Mapping[str, Any], Mapping[str, str]], Read]
 """`reader(param, group, fields)`: `fields` are entries that the user has named, with their field."""
 
 FIELDS = {"exp_avg": ("mu",), "exp_avg_sq": ("nu",), "momentum_buffer": ("trace",), "square_avg": ("nu",)}
@@ -31,7 +31,7 @@ UNSIGNED = ("exp_avg_sq", "square_avg")
 WITHOUT_OURS = {"max_exp_avg_sq": "amsgrad", "mu_product": "NAdam's schedule of momentum", "exp_inf": "Adamax"}
 
 
-def reader_by_names(kept: Callable[[str, SavedParam, str, Any], Kept]) -> Reader:
+def reader_by_names(kept: Callable[[SavedParam, str, Any], Kept]) -> Reader:
     """The reader of a library whose entries have torch's names.
 
     Args:

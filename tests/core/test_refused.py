@@ -7,6 +7,7 @@ import pytest
 
 from functional_lowbit import _refused as refused
 from functional_lowbit._refused import (
+    NoAccess,
     NotInstalled,
     NotThere,
     Refused,
@@ -22,6 +23,7 @@ KINDS = [
     (WrongValue, ValueError),
     (WrongType, TypeError),
     (WrongState, RuntimeError),
+    (NoAccess, OSError),
     (NotThere, FileNotFoundError),
     (NotInstalled, ImportError),
 ]

@@ -251,7 +251,7 @@ ELEMENTWISE = {
     *("add", "sub", "rsub", "mul", "div", "reciprocal", "neg", "abs", "sqrt", "floor", "round"),
     *("clamp", "clamp_min", "clamp_max", "minimum", "maximum", "where", "lt", "le", "gt", "ge", "eq", "ne"),
     *("bitwise_and", "bitwise_or", "__lshift__", "__rshift__", "_to_copy", "view", "full_like", "scalar_tensor"),
-    *("amax", "detach"),
+    *("amax", "detach", "alias"),  # torch 2.14 has an alias where 2.13 had none
 }
 
 
