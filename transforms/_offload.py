@@ -10,7 +10,7 @@ from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, call_update
 from functional_lowbit._core.leafwise.update import Leafwise
-from functional_lowbit._core.state import fits, lanes as lanes_
+from functional_lowbit._core.state import fits, lanes as queues
 from functional_lowbit._core.state.parts import Composite, Rest, Widening, init_with, map_moments
 from functional_lowbit._core.state.resting import pinned, placing
 from functional_lowbit._optree import Tree
@@ -35,7 +35,7 @@ class Offload(Composite):
         return to_cpu(moment)
 
     def __init__(
-        self, inner: GradientTransformation, buffer_size: int, lanes: Callable[[torch.device], lanes_.Lanes] | None
+        self, inner: GradientTransformation, buffer_size: int, lanes: Callable[[torch.device], queues.Lanes] | None
     ):
         self.inner = (inner,)
         self.buffer_size = buffer_size
@@ -116,7 +116,7 @@ def _to_cpu(x: Tensor) -> Tensor:
     local = local_of(x)
     if local.device.type in ("cpu", "meta"):
         return x
-    return pinned(x) if lanes_.has_streams(local.device) else wrap(local.to("cpu"), ShardSpec.of(x))
+    return pinned(x) if queues.has_streams(local.device) else wrap(local.to("cpu"), ShardSpec.of(x))
 
 
 def _moved(field: str, path: str, moment: Any, device: torch.device) -> Any:
@@ -189,7 +189,7 @@ def offload(
 
 
 def offloaded(
-    tx: GradientTransformation, buffer_size: int, lanes: Callable[[torch.device], lanes_.Lanes] | None = None
+    tx: GradientTransformation, buffer_size: int, lanes: Callable[[torch.device], queues.Lanes] | None = None
 ) -> GradientTransformation:
     """As `offload`, with lanes of one's own: then state is staged on every device, the CPU too."""
     part = tx.update

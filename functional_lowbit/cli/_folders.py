@@ -141,8 +141,8 @@ def zip_damage(file: Path | io.BytesIO, what: str, advance: Advance) -> list[str
     with archive:
         for record in archive.infolist():
             try:
-                with archive.open(record) as bytes_:
-                    while chunk := bytes_.read(CHUNK):
+                with archive.open(record) as content:
+                    while chunk := content.read(CHUNK):
                         advance(len(chunk), record.filename)
             except Exception:  # flipped bits say that a record is encrypted, or packed in a way that nobody knows
                 found.append(SPOILT.format(record.filename))

@@ -141,8 +141,8 @@ def _text(document: dict[str, Any], leaves: str | None = None) -> str:
         return "\n".join([*parts, "", leaves])
     head, lines = (*HEAD, "smallest rank", "all ranks") if mesh else HEAD, []
     for row in document["rows"]:
-        bytes_ = [size(row[f"{what}_bytes"]) for what in ("weight", "gradient", "state", "training")]
-        cells = [row["optimizer"], row["format"], *bytes_, f"{row['bytes_per_parameter']:.2f}"]
+        sizes = [size(row[f"{what}_bytes"]) for what in ("weight", "gradient", "state", "training")]
+        cells = [row["optimizer"], row["format"], *sizes, f"{row['bytes_per_parameter']:.2f}"]
         if mesh:
             cells += [size(row["smallest_training_bytes"]), size(row["all_ranks"]["training_bytes"])]
         lines.append(cells)

@@ -82,12 +82,12 @@ def replaced(tree: Any, keys: Sequence[Any], new: Any) -> Any:
     """A tree with another node at the place that keys lead to; nothing is written to."""
     if not keys:
         return new
-    first, *rest = keys
+    first, *behind = keys
     if isinstance(tree, Mapping):
         changed = copy(tree)  # of the same class and order
-        changed[first] = replaced(tree[first], rest, new)  # type: ignore[index]
+        changed[first] = replaced(tree[first], behind, new)  # type: ignore[index]
         return changed
-    return type(tree)(replaced(x, rest, new) if i == first else x for i, x in enumerate(tree))
+    return type(tree)(replaced(x, behind, new) if i == first else x for i, x in enumerate(tree))
 
 
 def first_difference(a: Any, b: Any, path: str = "") -> str | None:

@@ -106,20 +106,20 @@ def write(kept: Kept, own: Any) -> Any:
         local = _placed(_part(kept, spec), local_of(own).device).to(own.dtype, copy=True)
         return wrap(local.contiguous(), spec)
     layout, device = own.layout, local_of(own.codes).device
-    same = _same_codes(kept, layout)
-    if same is not None and bool(same[2].all()):
-        codes, scales, _ = same
+    reused = _reusable_codes(kept, layout)
+    if reused is not None and bool(reused[2].all()):
+        codes, scales, _ = reused
         return layout.store(_placed(codes, device).clone(), _placed(scales, device))
     fresh = write_again(_placed(_part(kept, layout.spec).float().contiguous(), device), layout)
-    if same is None:
+    if reused is None:
         return fresh
-    codes, scales, usable = (_placed(x, device) for x in same)
+    codes, scales, usable = (_placed(x, device) for x in reused)
     fresh_codes, fresh_scales = fresh.local_blocks()
     assert fresh_scales is not None
     return layout.store(torch.where(usable, codes, fresh_codes), torch.where(usable, scales, fresh_scales))
 
 
-def _same_codes(kept: Kept, layout: Layout) -> tuple[Tensor, Tensor, Tensor] | None:
+def _reusable_codes(kept: Kept, layout: Layout) -> tuple[Tensor, Tensor, Tensor] | None:
     """Codes [n_blocks, width] and scales [n_blocks, 1] as the layout keeps them, and which blocks can be kept so.
 
     Possible if no block of ours crosses one of theirs: a longer block of theirs lends its scale to several of ours. A

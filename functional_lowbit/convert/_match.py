@@ -147,8 +147,8 @@ def with_hyperparams(
     Raises:
         ValueError: for a group that is made of several ones that differ, and for switches that differ.
     """
-    rest = iter(params)
-    own = [[p for _, p in zip(group["params"], rest, strict=False) if p] for group in made["param_groups"]]
+    left = iter(params)
+    own = [[p for _, p in zip(group["params"], left, strict=False) if p] for group in made["param_groups"]]
     new = [
         {**group, **_carried(i, group, members, groups)}
         for i, (group, members) in enumerate(zip(made["param_groups"], own, strict=True))

@@ -133,8 +133,8 @@ class Optimizer(Saved):
             tx, hypers = make_tx(self._tx, self._numbers, self.param_groups, members[0])
         tree = ParamTree(tx, compile(tx, **self._options), params, members, hypers)
         self._trees.append(tree)
-        rest = iter(params.items())
-        self._given += [dict(islice(rest, len(self.param_groups[i]["params"]))) for i in members]
+        left = iter(params.items())
+        self._given += [dict(islice(left, len(self.param_groups[i]["params"]))) for i in members]
         self._show(tree)
 
     def _show(self, tree: ParamTree) -> None:

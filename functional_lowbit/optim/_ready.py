@@ -73,7 +73,7 @@ class Ready(Optimizer):
         if isinstance(param_group, dict):
             number = len(self.param_groups)
             mine = {name: value for name, value in param_group.items() if name in DEFAULTS}
-            rest = {name: value for name, value in param_group.items() if name not in mine}
+            others = {name: value for name, value in param_group.items() if name not in mine}
             foreign = {name: value for name, value in mine.items() if name in HARMLESS}
             with speaking(f"{type(self).__name__}: group {number}"):
                 own = checked(mine, self.BITS)
@@ -84,7 +84,7 @@ class Ready(Optimizer):
                         "constructor",
                         speaker=type(self).__name__,
                     )
-            param_group = {**rest, **foreign, **own}
+            param_group = {**others, **foreign, **own}
         super().add_param_group(param_group)
 
     def _plant(self, members: list[int]) -> None:

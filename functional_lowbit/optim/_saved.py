@@ -104,8 +104,8 @@ class Saved(torch.optim.Optimizer):
         hidden = [v for v in state["state"].values() if isinstance(v, _Hidden)]
         saved = {k: v.entries if isinstance(v, _Hidden) else v for k, v in state["state"].items()}
         if "_tx" in state:
-            rest = {k: v for k, v in state.items() if k != "_members"}
-            super().__setstate__({**rest, "state": defaultdict(dict), "_trees": [], "_given": [], "_is_complete": True})
+            kept = {k: v for k, v in state.items() if k != "_members"}
+            super().__setstate__({**kept, "state": defaultdict(dict), "_trees": [], "_given": [], "_is_complete": True})
             for members in state["_members"]:
                 self._plant(members)
         self._load(saved, state["param_groups"], any(v.convert for v in hidden))

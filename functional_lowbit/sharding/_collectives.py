@@ -32,8 +32,8 @@ def sum_over_shards(
         key = None if spec is None or not spec.sharded_mesh_dims else (spec.mesh, spec.sharded_mesh_dims)
         alike.setdefault((key, local.device), []).append(local)
     result: Tensor | None = None
-    for (key, _), locals_ in alike.items():
-        total = measure(locals_)
+    for (key, _), locals in alike.items():
+        total = measure(locals)
         if key is not None:
             mesh, mesh_dims = key
             for mesh_dim in mesh_dims:

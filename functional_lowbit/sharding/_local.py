@@ -69,8 +69,8 @@ def to_local(tree: Tree) -> tuple[Tree, Tree]:
 
     Example:
         >>> import torch, functional_lowbit as fl
-        >>> locals_, specs = fl.sharding.to_local({"w": torch.ones(2, requires_grad=True)})
-        >>> locals_, specs
+        >>> locals, specs = fl.sharding.to_local({"w": torch.ones(2, requires_grad=True)})
+        >>> locals, specs
         ({'w': tensor([1., 1.])}, {'w': None})
     """
     leaves, treedef = _optree.flatten(tree)
@@ -78,7 +78,7 @@ def to_local(tree: Tree) -> tuple[Tree, Tree]:
     return _optree.unflatten(treedef, [local_of(x) for x in leaves]), _optree.unflatten(treedef, specs)
 
 
-def from_local(locals_: Tree, specs: Tree) -> Tree:
+def from_local(locals: Tree, specs: Tree) -> Tree:
     """The way back from `to_local`: DTensors of the global shape and stride in the specs.
 
     Raises:
@@ -89,7 +89,7 @@ def from_local(locals_: Tree, specs: Tree) -> Tree:
         >>> fl.sharding.from_local({"w": torch.ones(2)}, {"w": None})
         {'w': tensor([1., 1.])}
     """
-    leaves, treedef = _optree.flatten(locals_)
+    leaves, treedef = _optree.flatten(locals)
     return _optree.unflatten(
         treedef, [wrap(x, s) for x, s in zip(leaves, _optree.flatten_up_to(treedef, specs), strict=True)]
     )

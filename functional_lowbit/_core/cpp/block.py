@@ -35,7 +35,7 @@ class Block(Loops):
 
     def _function(self, name: str, widen: bool) -> list[str]:
         pointers = [f"{CTYPES[a.dtype]}* const __restrict__ a{i}" for i, a in enumerate(self.arguments)]
-        self.apart = [i for i, a in enumerate(self.arguments) if _is_apart(a, widen)]
+        self.buffered = [i for i, a in enumerate(self.arguments) if _is_buffered(a, widen)]
         lines = [
             f"static inline void {name}(const int64_t n, const int64_t width, const int64_t half, char* const scratch,",
             "    const int64_t step, const float* const scalars, " + ", ".join(pointers) + ") {",
@@ -43,12 +43,12 @@ class Block(Loops):
         for at, node in enumerate(self.kept):
             t = ctype_of(node.meta["val"].dtype)
             lines.append(f"    {t}* const __restrict__ k_{node.name} = ({t}*)(scratch + {at} * step);")
-        for at, i in enumerate(self.apart, len(self.kept)):
+        for at, i in enumerate(self.buffered, len(self.kept)):
             dtype = self.arguments[i].dtype
             t = ctype_of(dtype) if widen or dtype in HALF else CTYPES[dtype]
             lines.append(f"    {t}* const __restrict__ c{i} = ({t}*)(scratch + {at} * step);")
         for node, i in self.argument.items():
-            if i in self.apart:
+            if i in self.buffered:
                 lines += ["    " + line for line in self._widen(node, i)]
         lines += [f"    {self._declare(n)}" for n in self.code if self.domain[n] == "scalar"]
         for loop in range(self.n_loops + 1):
@@ -61,7 +61,7 @@ class Block(Loops):
             if self.arguments[i].kind == "block":
                 lines.append(f"    a{i}[0] = {cast(value, self.arguments[i].dtype)};")
         for i in dict.fromkeys(i for _, i in self.stores):
-            if i in self.apart:
+            if i in self.buffered:
                 lines += ["    " + line for line in self._narrow(i)]
         return [*lines, "}", ""]
 
@@ -120,7 +120,9 @@ class Block(Loops):
             return
         before.append(f"float {r} = {start};")
         body.append(f"{r} = {r} {less} {x} ? {x} : {r};")
-        if not is_number(node.args[0]):  # looked for apart: a comparison that also finds NaN would not be vectorized
+        if not is_number(
+            node.args[0]
+        ):  # looked for by itself: a comparison that also finds NaN would not be vectorized
             before.append(f"int {r}_nan = 0;")
             clauses.append(f"|:{r}_nan")
             body.append(f"{r}_nan |= {x} != {x};")
@@ -130,7 +132,7 @@ class Block(Loops):
         return f"const {ctype_of(node.meta['val'].dtype)} {name_of(node)} = {code};"
 
     def _element(self, i: int) -> str:
-        return f"{'c' if i in self.apart else 'a'}{i}[j]"
+        return f"{'c' if i in self.buffered else 'a'}{i}[j]"
 
     def _pointer(self, i: int) -> str:
         kind = "half" if self.arguments[i].packed else self.arguments[i].kind
@@ -144,7 +146,7 @@ class Block(Loops):
         return f"({CTYPES[self.arguments[i].dtype]}*)leaf[{4 + i}] + {offset}"
 
 
-def _is_apart(a: Argument, widen: bool) -> bool:
+def _is_buffered(a: Argument, widen: bool) -> bool:
     """Whether a block of this tensor is worked on in an array of its own."""
     if a.kind not in ("element", "code"):
         return False

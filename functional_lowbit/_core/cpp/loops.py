@@ -49,7 +49,7 @@ class Loops:
         self.argument: dict[fx.Node, int] = {}  # of placeholders
         self.vector: Any = None  # the placeholder of the scalars
         self.outputs: list[fx.Node] = []
-        self.apart: list[int] = []  # arguments that the function being written reads into arrays of their own
+        self.buffered: list[int] = []  # arguments that the function being written reads into arrays of their own
         self._seen: dict[Any, fx.Node] = {}
         for node in graph.nodes:
             self._add(node)

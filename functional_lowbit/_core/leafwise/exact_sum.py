@@ -2,7 +2,7 @@
 
 Numbers are rounded to multiples of one power of two, so large that float64 adds as many of them as there are without
 rounding. What the rounding left is treated likewise, with a smaller power. The two sums are exact, in whatever order
-they are added; only the rest of the rest is dropped. The power of two follows from the largest magnitude and the count.
+they are added; only what is left of that is dropped. The power of two follows from the largest magnitude and the count.
 """
 
 from collections.abc import Sequence
@@ -80,8 +80,8 @@ def _sums(x: Tensor, dims: Sequence[int], coarse: Tensor, fine: Tensor, finite: 
         high = (values + coarse[own]) - coarse[own]
         low = ((values - high) + fine[own]) - fine[own]
         low = low.sum(tuple(dims), keepdim=True)
-        rest = torch.zeros_like(low) if other is None else other.sum(tuple(dims), keepdim=True)
-        done.append(torch.stack([high.sum(tuple(dims), keepdim=True), low, rest]))
+        lowest = torch.zeros_like(low) if other is None else other.sum(tuple(dims), keepdim=True)
+        done.append(torch.stack([high.sum(tuple(dims), keepdim=True), low, lowest]))
     if 0 not in dims:
         return torch.cat(done, dim=1)
     return torch.stack(done).sum(0) if len(done) > 1 else done[0]

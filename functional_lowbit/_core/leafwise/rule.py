@@ -14,7 +14,7 @@ from functional_lowbit._core.contract.base import Hyper, Moment, Statistic
 from functional_lowbit._core.leafwise import current
 from functional_lowbit._core.leafwise.guard import Guard, can_watch, check_elementwise, name_of, watched
 from functional_lowbit._core.leafwise.scalars import at_least_float32, constant, is_param, plain, record
-from functional_lowbit._core.state import fits, statistics as statistics_
+from functional_lowbit._core.state import fits, statistics as kept_statistics
 from functional_lowbit._core.state.parts import Part, Rest
 from functional_lowbit._optree import Tree
 from functional_lowbit._refused import WrongType, WrongValue, speaking
@@ -83,7 +83,7 @@ class Rule(Part):
                 for name, moment in self.moments.items():
                     kept[name].append(rest(name, moment, path, param, firsts.get(name)))
                 for name, statistic in self.statistics.items():
-                    kept[name].append(statistics_.first(name, path, statistic, param, firsts.get(name)))
+                    kept[name].append(kept_statistics.first(name, path, statistic, param, firsts.get(name)))
         return self.state_class(
             **{name: self._first(name) for name in self.shared_fields},
             **{name: _optree.unflatten(treedef, values) for name, values in kept.items()},
@@ -119,7 +119,7 @@ class Rule(Part):
             return value
         spec = ShardSpec.of(param)
         if name in self.statistics:
-            spec = statistics_.spec_of(self.statistics[name], param)[1]
+            spec = kept_statistics.spec_of(self.statistics[name], param)[1]
         assert spec is not None
         return value[tuple(map(_slice, spec.local_offset(), spec.local_shape()))]
 

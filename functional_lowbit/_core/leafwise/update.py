@@ -12,7 +12,7 @@ from functional_lowbit._core.leafwise import current
 from functional_lowbit._core.leafwise.guard import Guard, can_watch, name_of, watched
 from functional_lowbit._core.leafwise.rule import Rule
 from functional_lowbit._core.leafwise.whole import Task, run_whole
-from functional_lowbit._core.state import fits, statistics as statistics_
+from functional_lowbit._core.state import fits, statistics as kept_statistics
 from functional_lowbit._core.state.like_params import as_sharded
 from functional_lowbit._optree import Tree
 from functional_lowbit._private import version_of
@@ -47,7 +47,7 @@ class Leafwise(Rule):
             fits.moments(name, paths, leaves, kept[name])
         for name, statistic in self.statistics.items():
             for path, leaf, value in zip(paths, leaves, kept[name], strict=True):
-                statistics_.check(name, path, statistic, leaf, value)
+                kept_statistics.check(name, path, statistic, leaf, value)
         shared = self.share(updates, state, params, self.hyper(state))
         tasks = [
             Task(path, u, {name: kept[name][i] for name in kept}, None if params is None else leaf)

@@ -112,8 +112,8 @@ def _sharding(
                 "is a DTensor and has a mesh and placements, so leave both out, or give the parameters as they were "
                 "before they were sharded",
             )
-        same = all(s is None or s.mesh == first[1].mesh for s in own)
-        return (PlannedMesh(first[1].mesh), own) if same else (None, own)
+        is_one_mesh = all(s is None or s.mesh == first[1].mesh for s in own)
+        return (PlannedMesh(first[1].mesh), own) if is_one_mesh else (None, own)
     if mesh is None:
         if placements is not None:
             raise WrongValue("placements need a mesh; give its shape, for instance mesh=8")

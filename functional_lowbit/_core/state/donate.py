@@ -23,7 +23,7 @@ def storages(tree: Tree) -> set[int]:
     return {x.untyped_storage().data_ptr() for x in tensors if x.numel()}
 
 
-def apart(x: Any, written: set[int]) -> Any:
+def unshared(x: Any, written: set[int]) -> Any:
     """The tensor, or a copy if it lies in memory that will be written to."""
     return copy_leaf(x) if isinstance(x, Tensor) and storages(x) & written else x
 
@@ -37,9 +37,9 @@ def into_old(new: Any, old: Any, written: set[int]) -> Any:
     new_leaves, new_def = _optree.flatten(new)
     old_leaves, old_def = _optree.flatten(old)
     if new_def != old_def:
-        return _optree.unflatten(new_def, [apart(n, written) for n in new_leaves])
+        return _optree.unflatten(new_def, [unshared(n, written) for n in new_leaves])
     # A new leaf may be another old leaf: a queue moves its entries on by one.
-    new_leaves = [n if n is o else apart(n, written) for n, o in zip(new_leaves, old_leaves, strict=True)]
+    new_leaves = [n if n is o else unshared(n, written) for n, o in zip(new_leaves, old_leaves, strict=True)]
     for n, o in zip(new_leaves, old_leaves, strict=True):
         fits = isinstance(n, Tensor) and isinstance(o, Tensor) and n.shape == o.shape and n.dtype == o.dtype
         if not fits or _sharding(n) != _sharding(o):

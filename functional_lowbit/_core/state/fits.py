@@ -57,10 +57,10 @@ def updates(paths: Sequence[str], leaves: Sequence[Any], like: Sequence[Any]) ->
         check_shard(u, "updates", path, partial=True)
 
 
-def apart(paths: Sequence[str], locals_: Sequence[Tensor]) -> None:
+def distinct(paths: Sequence[str], locals: Sequence[Tensor]) -> None:
     """Refuse one tensor under two names where it would be written twice."""
     seen: dict[int, str] = {}
-    for path, x in zip(paths, locals_, strict=True):
+    for path, x in zip(paths, locals, strict=True):
         if x.numel() and x.device.type != "meta":
             first = seen.setdefault(x.data_ptr(), path)
             if first != path:

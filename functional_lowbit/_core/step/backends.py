@@ -29,7 +29,7 @@ class Kernel(Protocol):
     graphs: int  # compiled for it so far
     slots: tuple[Slot, ...]  # of the tensors of a leaf, in order
 
-    def run(self, leaves: Iterable[staging.Leaf], scalars: Tensor) -> None:
+    def run(self, leaves: Iterable[staging.Filled], scalars: Tensor) -> None:
         """Work on leaves in place."""
         ...
 
@@ -62,19 +62,19 @@ class TorchKernel:
             mark_dynamic(arg, dim)
         self._function(*args)
 
-    def run(self, leaves: Iterable[staging.Leaf], scalars: Tensor) -> None:
+    def run(self, leaves: Iterable[staging.Filled], scalars: Tensor) -> None:
         """Work on leaves in place, in views and copies of the shapes that were compiled for."""
         each = (self._by_blocks(leaf) for leaf in leaves)
         staging.run(each, self._staged, lambda x: self._function(*filled(self._arguments, x, scalars=scalars)))
 
-    def _by_blocks(self, leaf: staging.Leaf) -> staging.Leaf:
+    def _by_blocks(self, leaf: staging.Filled) -> staging.Filled:
         """A leaf whose numbers for the whole leaf are repeated for each block, and whose blocks have lengths."""
         if leaf.grid is None:
             return leaf
         rows, both = (leaf.grid.n_blocks, 1), zip(leaf.tensors, self.slots, strict=True)
         tensors = [x.expand(rows).contiguous() if slot.kind == "leaf" else x for x, slot in both]
         lengths = leaf.grid.lengths(tensors[0].device)
-        return staging.Leaf(leaf.grid, tuple(filled(self._staged, tensors, lengths=lengths)))
+        return staging.Filled(leaf.grid, tuple(filled(self._staged, tensors, lengths=lengths)))
 
 
 class Kernels(dict[KernelKey, Kernel]):

@@ -81,7 +81,7 @@ def _read(x: Tensor, one: Tensor | None) -> Tensor:
     """A float32 copy of an argument.
 
     A leaf function may return what it was given, as another moment or as the update. Where the buffer could be written
-    before that is read, a product with 1 keeps it apart; inductor would remove a clone.
+    before that is read, a product with 1 keeps it whole; inductor would remove a clone.
     """
     return x.float() if one is None else x.float() * one
 

@@ -124,7 +124,7 @@ def _batch(call: Call, group: Group, members: Sequence[int], outs: dict[int, Ten
         words = [plan.noise.words(i, start, group.device) for i, start in zip(members, starts, strict=True) if start]
         given |= zip(Slot.NOISE, zip(*words, strict=True), strict=True)
     rows = zip(*(given[slot.name] for slot in kernel.slots), strict=True)
-    leaves = [staging.Leaf(grid, tensors) for grid, tensors in zip(grids, rows, strict=True)]
+    leaves = [staging.Filled(grid, tensors) for grid, tensors in zip(grids, rows, strict=True)]
     return streamed.Batch(kernel, leaves, scalars, tuple([_resting(call, group, slot) for slot in kernel.slots]))
 
 

@@ -13,7 +13,7 @@ from functional_lowbit._core.cpp.loops import Argument
 from functional_lowbit._core.cpp.source import source
 from functional_lowbit._core.step.kernel import make_compute
 from functional_lowbit._core.step.slots import KernelKey, Slot, numbers_of, of_leaf, slots_of, written
-from functional_lowbit._core.step.staging import Leaf
+from functional_lowbit._core.step.staging import Filled
 from functional_lowbit.formats._grid import Grid
 
 PLAIN = (Tensor, torch.nn.Parameter)  # others may have no memory of their own
@@ -48,7 +48,7 @@ class NativeKernel:
     def __deepcopy__(self, memo: dict[int, Any]) -> "NativeKernel":
         return self  # it has no state, and its code cannot be copied
 
-    def run(self, leaves: Iterable[Leaf], scalars: Tensor) -> None:
+    def run(self, leaves: Iterable[Filled], scalars: Tensor) -> None:
         """Work on leaves in place. The scalars are contiguous."""
         table = array("q")
         copies: list[tuple[Tensor, Tensor]] = []

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from functional_lowbit._core.contract.base import call_update
-from functional_lowbit._core.state.donate import apart, into_old, storages
+from functional_lowbit._core.state.donate import into_old, storages, unshared
 from functional_lowbit._core.state.moments import read_moments
 from functional_lowbit._core.step.call import Call
 from functional_lowbit._core.step.finish import write_shared
@@ -107,5 +107,5 @@ def _call_opaque(call: Call, i: int, op: OpaqueOp) -> None:
     written = storages(state) | storages(plan.params.given)
     us = plan.params.updates("updates", updates)
     call.begin_to_write()
-    call.take([apart(u, written) for u in us])
+    call.take([unshared(u, written) for u in us])
     call.states[i] = into_old(new_state, state, written)

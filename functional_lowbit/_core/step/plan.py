@@ -111,7 +111,7 @@ def make_plan(program: Program, params: Params, state: Any, noise: Noise | None,
         for op, op_state, is_active in zip(ops, states, active, strict=True)
     ]
     if donate:
-        fits.apart(params.paths, params.locals)
+        fits.distinct(params.paths, params.locals)
         if any(isinstance(op, OpaqueOp) for op in ops) and not storages(state).isdisjoint(storages(params.locals)):
             raise WrongValue(
                 "the state shares memory with the parameters, which are donated; copy them in init, or compile with "

@@ -21,8 +21,8 @@ PART = 2**20  # elements of a large leaf in one call: what a kernel writes to me
 CHUNK = 2**18  # elements of a staging buffer: it stays in the cache, and peak memory stays small
 
 
-class Leaf(NamedTuple):
-    """This rank's part of one leaf."""
+class Filled(NamedTuple):
+    """The slots of a kernel, filled for one leaf: this rank's part of it."""
 
     grid: Grid | None  # None: no moment has scales, and the leaf is worked on as a flat tensor
     tensors: tuple[Tensor, ...]  # one for each slot of the kernel
@@ -33,7 +33,7 @@ class Leaf(NamedTuple):
         return self.tensors[0].numel()
 
 
-def run(leaves: Iterable[Leaf], slots: Sequence[Slot], call: Callable[[list[Tensor]], None]) -> None:
+def run(leaves: Iterable[Filled], slots: Sequence[Slot], call: Callable[[list[Tensor]], None]) -> None:
     """Call the kernel for leaves that share it.
 
     Args:
@@ -41,7 +41,7 @@ def run(leaves: Iterable[Leaf], slots: Sequence[Slot], call: Callable[[list[Tens
         slots: Of their tensors; none is one number for a whole leaf.
         call: Takes the tensors as the kernel wants them, and writes into them.
     """
-    pending: dict[int, list[Leaf]] = {}
+    pending: dict[int, list[Filled]] = {}
     waiting: dict[int, int] = {}
     for leaf in leaves:
         if leaf.numel == 0:
@@ -71,7 +71,7 @@ def _spans(length: int, step: int) -> Iterator[tuple[int, int]]:
         yield first, length if last >= length - 1 else last
 
 
-def _is_direct(leaf: Leaf, slots: Sequence[Slot]) -> bool:
+def _is_direct(leaf: Filled, slots: Sequence[Slot]) -> bool:
     if leaf.numel < SMALL or (leaf.grid is not None and (leaf.grid.padding or leaf.grid.n_blocks < 2)):
         return False
     return all(x.is_contiguous() for x, slot in zip(leaf.tensors, slots, strict=True) if slot.shaped)
@@ -91,7 +91,7 @@ def _gathered(grid: Grid | None, x: Tensor, shape: Sequence[int]) -> Tensor:
     return grid.from_blocks(x, shape)
 
 
-def pieces(leaf: Leaf, slots: Sequence[Slot], size: int) -> Iterator[Leaf]:
+def pieces(leaf: Filled, slots: Sequence[Slot], size: int) -> Iterator[Filled]:
     """A leaf to be staged, in pieces of at most `size` elements: rows, or for a single row blocks.
 
     A block is never cut, nor is a single row that does not lie in one piece of memory; such pieces may be larger.
@@ -103,7 +103,7 @@ def pieces(leaf: Leaf, slots: Sequence[Slot], size: int) -> Iterator[Leaf]:
     if grid is None or grid.rows == 1:
         both = list(zip(leaf.tensors, slots, strict=True))
         if all(x.is_contiguous() or x.ndim == 1 for x, slot in both if slot.shaped):
-            leaf = Leaf(grid, tuple(x.view(-1) if slot.shaped else x for x, slot in both))
+            leaf = Filled(grid, tuple(x.view(-1) if slot.shaped else x for x, slot in both))
         elif grid is not None:
             yield leaf
             return
@@ -125,15 +125,17 @@ def pieces(leaf: Leaf, slots: Sequence[Slot], size: int) -> Iterator[Leaf]:
             yield _part(leaf, slots, span, Grid(1, span[1] - span[0], grid.block, last - first), (first, last))
 
 
-def _part(leaf: Leaf, slots: Sequence[Slot], span: tuple[int, int], grid: Grid | None, rows: tuple[int, int]) -> Leaf:
+def _part(
+    leaf: Filled, slots: Sequence[Slot], span: tuple[int, int], grid: Grid | None, rows: tuple[int, int]
+) -> Filled:
     """The elements `span` of dimension 0, with the blocks that belong to them."""
     per_row = 1 if leaf.grid is None or leaf.grid.rows == 1 else leaf.grid.blocks_per_row
     blocks = slice(rows[0] * per_row, rows[1] * per_row)
     cuts = {"element": slice(*span), "leaf": ...}
-    return Leaf(grid, tuple(x[cuts.get(slot.kind, blocks)] for x, slot in zip(leaf.tensors, slots, strict=True)))
+    return Filled(grid, tuple(x[cuts.get(slot.kind, blocks)] for x, slot in zip(leaf.tensors, slots, strict=True)))
 
 
-def _run_staged(batch: list[Leaf], slots: Sequence[Slot], call: Callable[[list[Tensor]], None]) -> None:
+def _run_staged(batch: list[Filled], slots: Sequence[Slot], call: Callable[[list[Tensor]], None]) -> None:
     """Copy leaves together, call the kernel, copy the results back."""
     arguments, lengths = [], []
     for i, slot in enumerate(slots):

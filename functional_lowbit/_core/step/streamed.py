@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from functional_lowbit._core.state import lanes as lanes_
+from functional_lowbit._core.state import lanes as queues
 from functional_lowbit._core.step import staging, stream_plan
 from functional_lowbit._core.step.backends import Kernel
 
@@ -19,14 +19,14 @@ class Resting(Protocol):
     """Says how a state that rests on another device gets to the parameters'."""
 
     buffer_size: int  # bytes of one of the two staging buffers
-    lanes: Callable[[torch.device], lanes_.Lanes] | None  # None: those of the device, if the state is not there already
+    lanes: Callable[[torch.device], queues.Lanes] | None  # None: those of the device, if the state is not there already
 
 
 class Batch(NamedTuple):
     """Leaves that share a kernel."""
 
     kernel: Kernel
-    leaves: list[staging.Leaf]
+    leaves: list[staging.Filled]
     scalars: Tensor
     rests: tuple[Resting | None, ...]  # for each slot, who says how it rests; None: it is where the kernel runs
 
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
     """What is worked on at once: a small leaf, or a part of a large one."""
 
     batch: Batch
-    leaf: staging.Leaf
+    leaf: staging.Filled
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +78,7 @@ def _stream(device: torch.device, batches: Sequence[Batch], begin: Callable[[], 
     if not pieces:
         return
     buffers = [torch.empty(n, dtype=torch.uint8, device=device) for n in plan.buffers]
-    lanes = (resting[0].lanes or lanes_.lanes_of)(device)
+    lanes = (resting[0].lanes or queues.lanes_of)(device)
     begin()
     marks: list[Any] = []
     staged: dict[int, list[Piece]] = {}
@@ -94,7 +94,7 @@ def _stream(device: torch.device, batches: Sequence[Batch], begin: Callable[[], 
         lanes.finish()
 
 
-def _pieces(batch: Batch, room: int) -> Iterator[staging.Leaf]:
+def _pieces(batch: Batch, room: int) -> Iterator[staging.Filled]:
     """The leaves that hold something, cut so that the state of each piece fits a buffer, if its blocks let it."""
     for leaf in batch.leaves:
         if leaf.numel == 0:
@@ -113,7 +113,7 @@ def _carved(buffer: Tensor, pieces: Sequence[Piece]) -> Iterator[Piece]:
             x = tensors[i]
             tensors[i] = buffer[first : first + x.nbytes].view(x.dtype).view(x.shape)
             first += _aligned(x.nbytes)
-        yield Piece(batch, staging.Leaf(leaf.grid, tuple(tensors)))
+        yield Piece(batch, staging.Filled(leaf.grid, tuple(tensors)))
 
 
 def _copy(to: Sequence[Piece], source: Sequence[Piece]) -> None:

@@ -92,7 +92,7 @@ def test_pieces_are_parts_of_a_leaf_and_no_larger_than_asked(shape, block_size, 
         tensors.append(torch.arange(grid.n_blocks).view(-1, 1))
         kinds.append("block")
     slots = [Slot(kind, torch.int64, kind) for kind in kinds]
-    pieces = list(staging.pieces(staging.Leaf(grid, tuple(tensors)), slots, size))
+    pieces = list(staging.pieces(staging.Filled(grid, tuple(tensors)), slots, size))
     assert torch.equal(torch.cat([p.tensors[0].reshape(-1) for p in pieces]), x.view(-1))
     for p in pieces:
         least = 1 if grid is None else grid.block if len(shape) < 2 or grid.rows == shape[0] else x[0].numel()
