@@ -31,7 +31,7 @@ from functional_lowbit._core.report.recorded import (
 )
 from functional_lowbit._core.state.quantized import QuantizedTensor as QuantizedTensor, quantize as quantize
 from functional_lowbit._core.step.apply import apply_updates as apply_updates
-from functional_lowbit._core.step.compile import compile as compile
+from functional_lowbit._core.step.step import compile as compile
 from functional_lowbit._core.version import __version__ as __version__
 from functional_lowbit.checkpoint._state_dict import load_state_dict as load_state_dict, state_dict as state_dict
 from functional_lowbit.formats._exact import sqrt as sqrt

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from functional_lowbit._core.contract.base import GradientTransformation
-from functional_lowbit._core.step.compile import compile
+from functional_lowbit._core.step.step import compile
 from functional_lowbit._refused import speaking
 from functional_lowbit.optim._groups import NumberlessGroup, check_tx, make_tx, params_of, refuse_numbers
 from functional_lowbit.optim._orphans import refuse_orphans
