@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import world as w
-from tiers import slow_unless
+from tiers import slow
 from torch import Tensor
 from torch.distributed.tensor import Shard
 from world import World
@@ -45,7 +45,7 @@ def load(rule: str, where: str, sharded: bool) -> Any:
     return w.of_state(loaded)
 
 
-@slow_unless(lambda wanted: wanted == "float32")
+@slow
 @pytest.mark.parametrize(
     ("saved", "wanted"), [("8 bits", "4 bits"), ("4 bits", "float32"), ("float32", "short blocks")]
 )

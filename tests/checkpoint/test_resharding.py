@@ -210,6 +210,7 @@ def test_torch_alone_saves_and_loads_state_dicts(
         assert result == alone(uninterrupted)
 
 
+@slow
 @pytest.mark.parametrize("world", [3], indirect=True, ids="W={}".format)
 def test_torch_alone_saves_without_ranks(world: World, saved: Callable[..., str], alone: Callable[..., Any]) -> None:
     for result in world.run(load, saved(0, "torch"), "torch"):

@@ -28,7 +28,7 @@ from format_table import (
     written_codes,
 )
 from hypothesis import HealthCheck, given, settings, strategies as st
-from tiers import slow_unless
+from tiers import slow
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -220,7 +220,7 @@ def test_default_dtype_does_not_matter(name: str, signed: bool, default_dtype: t
     assert_same(decoded, c.decode(expected_codes, expected_scales))
 
 
-@slow_unless(lambda name: name == "companded8")
+@slow
 @pytest.mark.parametrize("name", [n for n in TABLE if formats.get(n).scaled])
 @torch._dynamo.config.patch(recompile_limit=100)  # it counts the graphs of `both` over all formats
 def test_compiled_is_eager_bit_for_bit(name: str):

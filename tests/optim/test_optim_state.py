@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import averaged, clone, delayed, run_pure, same
 from optim_models import gradients, model_of, named, numbers, state_of, train
+from tiers import slow_unless
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -41,6 +42,7 @@ LOOKS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@slow_unless(lambda name: name in list(LOOKS)[:2])
 @pytest.mark.parametrize("name", LOOKS)
 def test_case_8_looking_changes_nothing(name):
     """Before the first step, with gradients present, and after each step."""

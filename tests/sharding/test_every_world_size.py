@@ -7,7 +7,7 @@ import pytest
 import torch
 import world as w
 from cases import CASES
-from tiers import slow_unless
+from tiers import slow, slow_unless
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from world import World
@@ -65,6 +65,8 @@ RUNS = [
     *((name, way, torch.float32) for name, case in CASES.items() for way in case.ranks),
 ]
 
+QUICK = {1: (), 2: ("clip_adamw8bit", "adamw4bit", "if_finite", "adabelief"), 3: ("clip_adamw8bit",), 4: ()}
+
 
 def start(dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: w.random(shape, i, dtype) for i, (name, shape) in enumerate(SHAPES.items())}
@@ -98,7 +100,7 @@ def train(optimizer: str, way: str, dtype: torch.dtype, sharded: bool) -> dict[s
     }
 
 
-@slow_unless(lambda world, way, optimizer: way == "native" and (world == 2 or optimizer == "clip_adamw8bit"))
+@slow_unless(lambda world, way, optimizer: way == "native" and optimizer in QUICK[world])
 @pytest.mark.parametrize(("optimizer", "way", "dtype"), RUNS)
 def test_params_and_state_have_the_bits_of_the_plain_run(
     world: World, alone: Callable[..., Any], optimizer: str, way: str, dtype: torch.dtype
@@ -114,7 +116,7 @@ def test_params_and_state_have_the_bits_of_the_plain_run(
     assert plain["dtensors"] == {False}
 
 
-@slow_unless(lambda optimizer: optimizer == "clip_adamw8bit")
+@slow
 @pytest.mark.parametrize("optimizer", ["clip_adamw8bit", "lion8bit", "if_finite"])
 def test_every_way_to_step_gives_the_same_bits(alone: Callable[..., Any], optimizer: str) -> None:
     ways = [alone(train, optimizer, way, torch.float32, False) for way in WAYS]
@@ -161,6 +163,7 @@ def rare(sharded: bool) -> dict[str, Any]:
     return seen
 
 
+@slow_unless(lambda world: world == 3)
 def test_masks_own_pairs_and_transposed_leaves(world: World, alone: Callable[..., Any]) -> None:
     plain = alone(rare, False)
     for name in ("masked", "left out", "opaque"):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import world as w
 from parallel_modules import ALL, SETUPS
+from tiers import slow_unless
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from world import World
@@ -95,6 +96,7 @@ RUNS = [
 ]
 
 
+@slow_unless(lambda world, rule: world == 3 or rule == "companded8")
 @pytest.mark.parametrize(("world", "setup", "rule"), RUNS, indirect=["world"], ids=str)
 def test_params_and_state_have_the_bits_of_a_plain_twin(world: World, setup: str, rule: str) -> None:
     results = world.run(train, setup, rule)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import bits, clone, random_like, refuses, run_pure, run_step, same
 from hypothesis import example, given, strategies as st
-from tiers import slow_unless
+from tiers import slow, slow_unless
 from torch import Tensor
 
 import functional_lowbit as fl
@@ -118,6 +118,7 @@ def test_a_step_leads_exactly_to_the_new_parameter(dtype, old, new):
     assert exact or abs(float(master) - new) <= 2**-24 * abs(float(p)) + half_place + 2.0**-149
 
 
+@slow
 def test_a_compiler_gives_the_same_bits():
     # inductor keeps intermediate results in float32, so a cast to half precision and back would do nothing.
     m = any_floats()
@@ -186,7 +187,7 @@ def test_compiled_eager_and_pure_give_the_same_bits(dtype, n_bits):
         assert got[1][1].error["w"] is state[1].error["w"]  # donated too
 
 
-@slow_unless(lambda backend, n_bits: backend == "native" or n_bits == 8)
+@slow_unless(lambda n_bits: n_bits == 16)
 @EACH_HALF
 @EACH_BITS
 @pytest.mark.parametrize("backend", ["native", "inductor"])

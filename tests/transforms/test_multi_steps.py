@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import averaged, clone, leaves, random_like, refuses, run_pure, run_step, same
+from tiers import slow_unless
 
 import functional_lowbit as fl
 
@@ -69,6 +70,7 @@ def test_compiled_equals_pure_in_place(name):
     assert [x.data_ptr() for x in leaves(ours[1])] == places
 
 
+@slow_unless(lambda name: name == "a gate outside")
 @pytest.mark.parametrize("name", ["two formats", "a gate outside", "master_weights", "in a chain"])
 def test_kernels_of_mini_steps_are_compiled_once(name):
     dtype = torch.bfloat16 if name == "master_weights" else torch.float32

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import leaves, random_like, refuses, run_pure, run_step, same
-from tiers import slow_unless
+from tiers import slow, slow_unless
 from torch import Tensor
 
 import functional_lowbit as fl
@@ -139,6 +139,7 @@ def test_two_block_sizes_for_one_optimizer_are_refused():
     refuses(ValueError, message, lambda: fl.compile(tx, backend="eager")(params, tx.init(params), params))
 
 
+@slow
 def test_dynamic8_leaves_a_block_alone_that_did_not_change():
     """Its map has no -1, so writing the same numbers again would shrink them by 0.7% each time."""
     tx = fl.low_bit(fl.trace(1.0), "dynamic8")
