@@ -63,11 +63,7 @@ def names(treedef: TreeDef) -> list[str]:
 
 
 def flatten_up_to(treedef: TreeDef, tree: Tree) -> list[Any]:
-    """The subtrees of `tree` at the leaves of `treedef`, for instance None or a `QuantizedTensor`.
-
-    Raises:
-        ValueError: if `tree` does not begin with that structure.
-    """
+    """The subtrees of `tree` at the leaves of `treedef`, for instance None or a `QuantizedTensor`."""
     return treedef.flatten_up_to(tree)
 
 
@@ -166,11 +162,7 @@ def stored_leaves(tree: Tree, marks: Marks = _no_marks) -> Iterator[Place]:
 
 
 def map_stored(function: Callable[..., Any], tree: Tree, *others: Tree, marks: Marks = _no_marks) -> Tree:
-    """A tree of `function(place, *the others' subtrees)` at each of its `stored_leaves`.
-
-    Raises:
-        ValueError: for others that do not begin like the tree.
-    """
+    """A tree of `function(place, *the others' subtrees)` at each of its `stored_leaves`."""
 
     def walk(at: Place, others: Sequence[Tree]) -> Tree:
         level = _below(at, marks)

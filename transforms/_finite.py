@@ -14,7 +14,7 @@ from functional_lowbit._core.state.parts import Gated, Rest, init_with
 from functional_lowbit._optree import Tree
 from functional_lowbit._refused import WrongValue, speaking
 from functional_lowbit.sharding import ShardSpec, local_of, part_of, wrap
-from functional_lowbit.sharding._collectives import sum_over_meshes
+from functional_lowbit.sharding._collectives import sum_over_meshes_
 
 
 class ApplyIfFiniteState(NamedTuple):
@@ -99,7 +99,7 @@ def all_finite(tree: Tree) -> Tensor:
     leaves = _optree.leaves(tree)
     if not leaves:
         return torch.ones((), dtype=torch.bool, device="cpu")
-    return sum_over_meshes(_not_finite([local_of(x) for x in leaves]), [ShardSpec.of(x) for x in leaves]) == 0
+    return sum_over_meshes_(_not_finite([local_of(x) for x in leaves]), [ShardSpec.of(x) for x in leaves]) == 0
 
 
 def _not_finite(tensors: Sequence[Tensor]) -> Tensor:

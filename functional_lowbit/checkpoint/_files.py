@@ -11,11 +11,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_on_ranks
 
 
 def write_on_ranks(folder: Path, flat: dict[str, Any], group: Any) -> None:
-    """Write this rank's part of the entries; every rank of the group must call this.
-
-    Raises:
-        CheckpointException: on all ranks, if one of them could not write.
-    """
+    """Write this rank's part of the entries; every rank of the group must call this."""
     save_on_ranks(flat, storage_writer=_Writer(folder), process_group=group)
 
 

@@ -37,12 +37,7 @@ def previous(path: Path) -> Path:
 
 
 def prepare(path: Path) -> None:
-    """Make an empty folder to write into; what an interrupted save left is put right or removed.
-
-    Raises:
-        OSError: where no folder can be made.
-        ValueError: if there is something at `path` or beside it that is no checkpoint, or if another process writes it.
-    """
+    """Make an empty folder to write into; what an interrupted save left is put right or removed."""
     try:
         _refuse_others(path)
         for folder in (partial(path), previous(path)):
@@ -60,13 +55,7 @@ def prepare(path: Path) -> None:
 
 
 def put_in_place(path: Path) -> None:
-    """Give the complete folder its name. The one that it replaces is removed only then.
-
-    Raises:
-        OSError: if it cannot be renamed.
-        ValueError: if a file is not there, as where ranks do not write to one disk; if there is something else now at
-            `path`.
-    """
+    """Give the complete folder its name. The one that it replaces is removed only then."""
     metadata(partial(path))
     try:
         _refuse_others(path)
@@ -129,13 +118,7 @@ def discard(path: Path) -> None:
 
 
 def find(path: Path) -> Path:
-    """The folder to read.
-
-    Raises:
-        FileNotFoundError: if there is no checkpoint.
-        ValueError: if there is one that is not complete.
-        OSError: for a place that cannot be looked at.
-    """
+    """The folder to read."""
     try:
         whole, older = ((folder / METADATA).is_file() for folder in (path, previous(path)))
         there, left = not nothing_at(path), partial(path).exists()
@@ -162,11 +145,7 @@ def identity(path: Path) -> tuple[str, str] | None:
 
 
 def metadata(folder: Path) -> Any:
-    """The account that torch keeps of the folder, if all files are there and as long as it says.
-
-    Raises:
-        ValueError: for a missing or truncated file, by name; for a tensor of which a part is missing.
-    """
+    """The account that torch keeps of the folder, if all files are there and as long as it says."""
     try:
         found = FileSystemReader(folder).read_metadata()
         ends = sorted(_ends(found).items())

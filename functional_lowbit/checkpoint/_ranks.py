@@ -23,11 +23,7 @@ def here() -> bool:
 
 
 def together(action: Callable[[], T], group: Any = None) -> T:
-    """`action()` on every rank. If it raises on one, all raise: their own error, or that of the lowest such rank.
-
-    Raises:
-        RuntimeError: if another rank ended, or did not come.
-    """
+    """`action()` on every rank. If it raises on one, all raise: their own error, or that of the lowest such rank."""
     result, error = None, None
     try:
         result = action()
@@ -48,11 +44,7 @@ def together(action: Callable[[], T], group: Any = None) -> T:
 
 
 def of_all(value: Any, group: Any = None) -> list[Any]:
-    """What each rank gives, in order of ranks.
-
-    Raises:
-        RuntimeError: if another rank ended, or did not come.
-    """
+    """What each rank gives, in order of ranks."""
     if not here():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)

@@ -30,12 +30,7 @@ class Reading(NamedTuple):
 
 
 def reading(named: Named, own: Any, saved: Mapping[str, Any], convert: bool) -> Reading:
-    """How `own` is read from a leaf that the schema describes as `saved`.
-
-    Raises:
-        ValueError: for a leaf of another kind, field, shape or sign; without `convert`, of another format or block
-            size.
-    """
+    """How `own` is read from a leaf that the schema describes as `saved`."""
     found = _reading(named, own, saved, convert)
     part = own.codes if isinstance(own, QuantizedTensor) else own
     if not isinstance(part, Tensor):

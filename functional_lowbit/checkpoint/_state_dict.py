@@ -120,9 +120,6 @@ def plan(state: Any, leaves: Mapping[str, Any], entries: Mapping[str, Entry], co
         leaves: The schema's description of each leaf that was saved.
         entries: What was saved, by name.
         convert: As in `load_state_dict`.
-
-    Raises:
-        ValueError: for what does not fit.
     """
     wanted: dict[str, tuple[Named, Any]] = {}
     for named, leaf in named_leaves(state):

@@ -31,11 +31,7 @@ def entries_of(param: SavedParam) -> dict[str, Any]:
 
 
 def read_bitsandbytes(param: SavedParam, group: Mapping[str, Any], fields: Mapping[str, str]) -> Read:
-    """The entries of bitsandbytes' Adam, AdamW, Lion and SGD.
-
-    Raises:
-        ValueError: for entries that are not understood, and for a single moment that is neither Lion's nor SGD's.
-    """
+    """The entries of bitsandbytes' Adam, AdamW, Lion and SGD."""
     entries = entries_of(param)
     for entry in entries:
         if entry not in MOMENTS and entry not in BESIDE:
@@ -94,9 +90,6 @@ def blocks_of(codes: Tensor, absmax: Tensor, qmap: Tensor) -> list[Blocks]:
     """The codes of a moment, or of the two that AdEMAMix keeps in one: codes [2, *shape], absmax [2, n_blocks].
 
     The block size is not saved: it is a power of two that makes so many blocks, 256 or 2048 in all versions.
-
-    Raises:
-        ValueError: for what does not fit.
     """
     two = absmax.ndim == 2 and codes.ndim > 1 and len(absmax) == len(codes)
     if not (two or absmax.ndim == 1) or len(qmap) != 256 or codes.dtype != torch.uint8:

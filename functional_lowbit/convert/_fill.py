@@ -82,11 +82,7 @@ def _is_count(x: Any) -> bool:
 
 
 def filled(state: Any, makers: Mapping[str, Callable[[], Any]]) -> Any:
-    """A new state with other leaves where `makers` has their path, and copies of its own elsewhere.
-
-    Raises:
-        ValueError: for a leaf on the meta device that nothing is made for. Nothing is made before.
-    """
+    """A new state with other leaves where `makers` has their path, and copies of its own elsewhere."""
     for at in _optree.stored_leaves(state):
         part = at.node.codes if isinstance(at.node, QuantizedTensor) else at.node
         if at.path not in makers and isinstance(part, Tensor) and local_of(part).device.type == "meta":
@@ -112,14 +108,8 @@ FILLED = ("mu", "nu", "trace")  # fields that hold an optimizer's moments; of ot
 def fill(state: Any, reads: Mapping[str, Read], step: int | None, params: Mapping[str, Any]) -> Any:
     """A state like `state`, with what was read. It shares no memory with either.
 
-    Args:
-        state: The target. Not written to.
-        reads: By parameter. One without moments and step never had a gradient: its leaves stay as they are.
-        step: For every counter, instead of those that were read.
-        params: Parameter by name; needed for master weights only.
-
-    Raises:
-        ValueError: for what does not fit.
+    A parameter without moments and step never had a gradient: its leaves stay as they are. `step` is for every counter,
+    instead of those that were read; `params` are needed for master weights only.
     """
     found = find_slots(state)
     by_owner: dict[str, list[Slot]] = {}

@@ -91,11 +91,7 @@ def _errors(param: SavedParam, group: Mapping[str, Any], x: Any) -> Tensor:
 
 
 def master_codes(state: Any, reads: Mapping[str, Read], params: Mapping[str, Any]) -> dict[str, Callable[[], Tensor]]:
-    """New codes by their path in the state, to be made when all else has been looked at.
-
-    Raises:
-        ValueError: for error bits without the parameters that they belong to, or of another shape.
-    """
+    """New codes by their path in the state, to be made when all else has been looked at."""
     found: dict[str, Callable[[], Tensor]] = {}
     for path, owner, codes in _codes(state):
         error = reads[owner].error if owner in reads else None

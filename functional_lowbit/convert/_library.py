@@ -110,11 +110,7 @@ def params_of(saved: Any) -> dict[str, Tensor]:
 
 
 def each_read(saved: Any) -> Iterator[tuple[SavedParam, Read]]:
-    """The parameters of a saved optimizer that have a state, and what is read of them.
-
-    Raises:
-        TypeError, ValueError: for what is no saved optimizer, or damaged.
-    """
+    """The parameters of a saved optimizer that have a state, and what is read of them."""
     source, reader = any_saved(saved), READERS[library_in(saved)]
     for p in source.params:
         if p.entries:

@@ -30,9 +30,6 @@ def match(sides: Sides, saved: Sequence[SavedParam], targets: Mapping[str, Any])
 
     Returns:
         For each name its saved parameter. Frozen parameters, of which optimizers need not know, may be missing.
-
-    Raises:
-        ValueError: for parameters that only one side has, and for another number of them.
     """
     tensors = {id(p): name for name, p in targets.items() if isinstance(p, Tensor)}
     if saved and all(id(p.tensor) in tensors for p in saved):
@@ -120,11 +117,7 @@ class Shell(Protocol):
 
 
 def params_in_order(optimizer: Shell) -> dict[str, Tensor]:
-    """Parameter by name, in the order of the groups.
-
-    Raises:
-        TypeError, ValueError: for groups whose parameters are others than those given.
-    """
+    """Parameter by name, in the order of the groups."""
     names = {id(p): name for _, params in optimizer.parts() for name, p in params.items()}
     return {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
 
@@ -137,16 +130,7 @@ def are_whole(groups: Sequence[Mapping[str, Any]]) -> bool:
 def with_hyperparams(
     made: dict[str, Any], params: Sequence[SavedParam | None], groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """A state_dict for an optimizer of ours whose groups have the saved hyperparameters.
-
-    Args:
-        made: The state_dict with the numbers of the target.
-        params: What was saved of each of its parameters, in order; None for one that was not.
-        groups: The saved groups.
-
-    Raises:
-        ValueError: for a group that is made of several ones that differ, and for switches that differ.
-    """
+    """A state_dict for an optimizer of ours whose groups have the hyperparameters of the saved parameters."""
     left = iter(params)
     own = [[p for _, p in zip(group["params"], left, strict=False) if p] for group in made["param_groups"]]
     new = [
@@ -195,14 +179,7 @@ def _kind(value: Any) -> Any:
 
 
 def same_switches(source: str, given: Mapping[str, Any], target: str, group: Mapping[str, Any]) -> None:
-    """Refuse a group whose moments are of other things, or are used otherwise, than those that are given.
-
-    Args:
-        source: What errors call the group that the moments come from.
-        given: That group.
-        target: What errors call the group that they are for.
-        group: That group.
-    """
+    """Refuse a group whose moments are of other things, or are used otherwise, than those that are given."""
     for name in SWITCHES:
         theirs, own = given.get(name), group.get(name)
         if isinstance(theirs, bool) and isinstance(own, bool) and theirs != own:

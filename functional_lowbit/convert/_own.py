@@ -40,11 +40,7 @@ def _has_schema(entries: Any) -> bool:
 
 
 def saved_of_own(saved: Any) -> Saved:
-    """Parameters with entries named by field: `mu` to a leaf, `step` to a number.
-
-    Raises:
-        ValueError: for a state whose schema is damaged, and for one parameter with two leaves of one field.
-    """
+    """Parameters with entries named by field: `mu` to a leaf, `step` to a number."""
     if is_own_state(saved):
         owners, _ = _owners(saved, _schema.read(saved[_schema.SCHEMA]), "")
         return Saved([SavedParam(name, i, 0, found) for i, (name, found) in enumerate(owners.items())], [{}])

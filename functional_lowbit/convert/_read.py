@@ -32,11 +32,7 @@ WITHOUT_OURS = {"max_exp_avg_sq": "amsgrad", "mu_product": "NAdam's schedule of 
 
 
 def reader_by_names(kept: Callable[[SavedParam, str, Any], Kept]) -> Reader:
-    """The reader of a library whose entries have torch's names.
-
-    Args:
-        kept: `kept(param, entry, value)` reads a moment; raises a ValueError for one that is damaged.
-    """
+    """The reader of a library whose entries have torch's names; `kept(param, entry, value)` reads a moment."""
 
     def read(param: SavedParam, group: Mapping[str, Any], fields: Mapping[str, str]) -> Read:
         moments: dict[str, Kept] = {}

@@ -46,15 +46,7 @@ class Saved(NamedTuple):
 
 
 def read_saved(saved: Any) -> Saved:
-    """Parameters, entries and hyperparameters.
-
-    Args:
-        saved: A `torch.optim.Optimizer`; its `state_dict()`; what `get_optimizer_state_dict` returned, flattened or
-            not, whose keys are names.
-
-    Raises:
-        TypeError, ValueError: for what is none of these.
-    """
+    """What an optimizer, its `state_dict()`, or `get_optimizer_state_dict` (flattened or not; by names) holds."""
     if isinstance(saved, torch.optim.Optimizer):
         return with_tensors(read_saved(saved.state_dict()), saved)
     if not isinstance(saved, Mapping):

@@ -25,11 +25,7 @@ def is_torchao(x: Any) -> bool:
 
 
 def blocks_of(x: Any) -> Blocks:
-    """This rank's codes. A block of zeros has the scale 0.
-
-    Raises:
-        ValueError: for codes, scales and map that do not fit, in words that go on after "it has".
-    """
+    """This rank's codes. A block of zeros has the scale 0."""
     own: Any = local_of(x)
     codes, scales, qmap = own.codes.detach().reshape(-1), own.scale.detach().reshape(-1), getattr(own, "qmap", None)
     if qmap is not None and len(qmap) not in (16, 256):

@@ -69,13 +69,7 @@ def live(leaves: Mapping[str, Any], named: Mapping[str, Named], device: torch.de
 
 
 def save(leaves: Mapping[str, Any], named: Mapping[str, Named], device: torch.device) -> dict[str, Any]:
-    """The entries of one parameter as they are saved: tensors, DTensors and numbers.
-
-    Args:
-        leaves: Leaf by entry.
-        named: What each is.
-        device: Of the parameter. `set_optimizer_state_dict` wants one device for all that has a dimension.
-    """
+    """The entries of one parameter as they are saved: tensors, DTensors and numbers, the schema on its device."""
     with speaking("state_dict"):
         interrupted.refuse(leaves)
     entries = _state_dict.flat((named[entry], leaf) for entry, leaf in sorted(leaves.items()))
@@ -87,17 +81,7 @@ def save(leaves: Mapping[str, Any], named: Mapping[str, Named], device: torch.de
 
 
 def load(name: str, leaves: Mapping[str, Any], entries: Any, convert: bool) -> dict[str, Any]:
-    """New leaves, from the entries that were saved of one parameter. Nothing is written to.
-
-    Args:
-        name: Of the parameter.
-        leaves: Leaf by name, as the optimizer has them.
-        entries: What `save` returned.
-        convert: As in `fl.load_state_dict`.
-
-    Raises:
-        ValueError: for entries that do not fit.
-    """
+    """New leaves, from the entries that were saved of one parameter. Nothing is written to."""
     if not isinstance(entries, Mapping) or SCHEMA not in entries:
         raise WrongValue(
             f"the state of {name!r} has no entry {SCHEMA!r}; it must come from a functional_lowbit.optim.Optimizer, "

@@ -80,11 +80,7 @@ def refuse_numbers(groups: Sequence[Mapping[str, Any]], members: Sequence[int]) 
 def make_tx(
     function: Callable[..., Any], defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], index: int
 ) -> tuple[GradientTransformation, Hypers]:
-    """The transformation of a group, and what makes it anew when a number of the group has changed.
-
-    Raises:
-        TypeError, ValueError: for a hyperparameter that the transformation refuses, and for a function that makes none.
-    """
+    """The transformation of a group, and what makes it anew when a number of the group has changed."""
     hypers = Hypers(function, defaults, groups[index])
     tx = hypers.read("param_groups", groups, index)
     assert tx is not None  # no numbers were known yet

@@ -21,12 +21,6 @@ def refuse_orphans(trees: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Any]
     held rarely have such a counterpart, and those that are not used at this step are held by their module.
 
     Looking through all modules takes about 0.1 s for a million objects; it is done if some parameter has no gradient.
-
-    Args:
-        trees: Parameter by name, and gradient by name.
-
-    Raises:
-        ValueError: naming one of them.
     """
     lost = {name: p for params, grads in trees for name, p in params.items() if p.requires_grad and grads[name] is None}
     if not lost:

@@ -59,15 +59,7 @@ class ParamTree:
         return {p: _entries.save(own.leaves[name], own.named, p.device) for name, p in self.params.items()}
 
     def read_numbers(self, source: str, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with the transformation that the group's numbers make. Nothing is compiled for it.
-
-        Args:
-            source: What `groups` is called in errors.
-            groups: The groups as they are now.
-
-        Raises:
-            TypeError, ValueError: for numbers that do not fit.
-        """
+        """Go on with the transformation that the group's numbers make. Nothing is compiled for it."""
         if self.hypers is None:
             refuse_numbers(groups, self.groups)
             return
@@ -86,9 +78,6 @@ class ParamTree:
         Args:
             held: `optimizer.state`. Where it has a copy of what rests, with the same numbers, what rests is put back.
             alone: Whether this is the only tree. If so, it is left to the step to look at the gradients.
-
-        Raises:
-            TypeError, ValueError: for what does not fit.
         """
         for (name, p), place in zip(self.params.items(), self.places, strict=True):
             if (now := place_of(p)) != place:

@@ -70,9 +70,6 @@ def damped_trace(momentum: float, dampening: float, nesterov: bool = False) -> G
         dampening: Part of each update but the first that is left out.
         nesterov: Look one step ahead.
 
-    Raises:
-        TypeError, ValueError: for a number that is none, or out of its range.
-
     References:
         torch.optim.SGD. There a parameter's first gradient is meant, here the first step.
     """

@@ -10,15 +10,7 @@ from functional_lowbit._refused import WrongValue, speaking
 
 
 def check_params(given: Sequence[Mapping[str, Tensor]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse groups that were changed by hand: the optimizer has no state of what is new, and would not step it.
-
-    Args:
-        given: Of each group, parameter by name, when the group was added.
-        groups: The groups as they are now.
-
-    Raises:
-        ValueError: for groups and parameters that were added, taken out, replaced or moved.
-    """
+    """Refuse groups that were changed by hand: the optimizer has no state of what is new, and would not step it."""
     if len(groups) != len(given):
         raise WrongValue(
             f"param_groups has {len(groups)} groups, but {len(given)} were given; add one with add_param_group, and "
@@ -58,11 +50,6 @@ def are_like(
     """Whether other parameters, or moved ones, stand in the groups, each of the shape of the one that was given.
 
     At least one is another one, or on another device. What was only sharded in place is not meant.
-
-    Args:
-        given: Of each group, parameter by name, when the group was added.
-        places: `place_of` each parameter, by name, when its group was added.
-        groups: The groups as they are now.
     """
     if [len(group["params"]) for group in groups] != list(map(len, given)):
         return False
@@ -80,15 +67,7 @@ def are_like(
 
 @speaking("Optimizer.load_state_dict")
 def check_file(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> None:
-    """Refuse a file without its parts, or of parameters by other names: torch's loading goes by position.
-
-    Args:
-        groups: Of the optimizer.
-        saved: What `load_state_dict` was given, by way of hooks.
-
-    Raises:
-        ValueError: for what is missing, and for names that differ.
-    """
+    """Refuse a file without its parts, or of parameters by other names: torch's loading goes by position."""
     _has("state_dict", saved, "state", Mapping)
     _has("state_dict", saved, "param_groups", Sequence)
     for i, group in enumerate(saved["param_groups"]):

@@ -44,7 +44,7 @@ def sum_over_shards(
     return result
 
 
-def sum_over_meshes(number: Tensor, specs: Sequence[ShardSpec | None]) -> Tensor:
+def sum_over_meshes_(number: Tensor, specs: Sequence[ShardSpec | None]) -> Tensor:
     """A number of each rank, added up over all ranks of all meshes; the same on every rank.
 
     Unlike in `sum_over_shards`, replicas count each, so that they notice when one of them is not like the others. Every
@@ -63,7 +63,7 @@ def sum_over_meshes(number: Tensor, specs: Sequence[ShardSpec | None]) -> Tensor
     return number
 
 
-def all_reduce(x: Tensor, spec: ShardSpec | None, dims: Sequence[int], largest: bool = False) -> Tensor:
+def all_reduce_(x: Tensor, spec: ShardSpec | None, dims: Sequence[int], largest: bool = False) -> Tensor:
     """The sum (or the largest) over the ranks that hold different parts along some dimensions of a leaf.
 
     Args:
@@ -82,11 +82,7 @@ def all_reduce(x: Tensor, spec: ShardSpec | None, dims: Sequence[int], largest: 
 
 
 def team_of(spec: ShardSpec) -> list[Coordinate]:
-    """The ranks that together hold one copy of a leaf, this one among them, in order. The others hold other copies.
-
-    Raises:
-        ValueError: on a rank that is not in the mesh.
-    """
+    """The ranks that together hold one copy of a leaf, this one among them, in order. The others hold other copies."""
     own = spec.mesh.get_coordinate()
     if own is None:
         raise WrongValue("this rank is not in the mesh", speaker="team_of")

@@ -143,11 +143,7 @@ def moments_of(state_class: type) -> dict[str, Moment]:
 
 
 def statistics_of(state_class: type) -> dict[str, Statistic]:
-    """Fields of a state class that are declared with a `Statistic`, in order.
-
-    Raises:
-        TypeError: for such an annotation that cannot be resolved.
-    """
+    """Fields of a state class that are declared with a `Statistic`, in order."""
     found: dict[str, Statistic] = {}
     for name, hint in _hints(state_class).items():
         if isinstance(hint, str) and "Statistic" in hint:

@@ -21,11 +21,7 @@ def mark(state: Any, error: BaseException) -> None:
 
 
 def refuse(state: Any) -> None:
-    """Refuse a state with marked tensors.
-
-    Raises:
-        RuntimeError: if a step in place on this state was interrupted.
-    """
+    """Refuse a state with marked tensors."""
     if not len(_marked):
         return
     for leaf in _optree.leaves(state):

@@ -33,11 +33,7 @@ class PerLeaf:
         self.by_path = self.is_function and self._takes_a_path(rule)
 
     def __call__(self, params: Tree) -> list[Any]:
-        """The value of each leaf.
-
-        Raises:
-            ValueError: for a tree of values that does not begin like params.
-        """
+        """The value of each leaf."""
         leaves, treedef = _optree.flatten(params)
         if self.by_path:
             return [self.rule(path, leaf) for path, leaf in zip(_optree.names(treedef), leaves, strict=True)]

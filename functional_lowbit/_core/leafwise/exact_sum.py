@@ -13,7 +13,7 @@ from torch import Tensor
 
 from functional_lowbit._private import in_function_transform
 from functional_lowbit.sharding import ShardSpec
-from functional_lowbit.sharding._collectives import all_reduce
+from functional_lowbit.sharding._collectives import all_reduce_
 
 CHUNK = 2**16  # elements worked on together on the CPU, so that what is made of them stays in the cache
 LARGE_CHUNK = 2**24  # elsewhere, so that it needs little memory
@@ -39,14 +39,14 @@ def exact_sum(x: Tensor, dims: Sequence[int], spec: ShardSpec | None, squares: b
     shape = x.shape if spec is None else spec.shape
     bits = max(1, (prod(shape[d] for d in dims) - 1).bit_length())  # n <= 2**bits
     largest, finite = _largest(x.detach(), dims)
-    largest = all_reduce(largest.double(), spec, dims, largest=True)
+    largest = all_reduce_(largest.double(), spec, dims, largest=True)
     if squares:
         largest = largest.square()
     exponent = torch.frexp(largest)[1].double()
     # Added and taken away again, each rounds to multiples of its last place; 1.5, so that no sum leaves the binade.
     coarse = 1.5 * torch.exp2(exponent + bits)
     fine = 1.5 * torch.exp2(exponent + 2 * bits - 53)
-    sums = all_reduce(_sums(x, dims, coarse, fine, finite, squares), spec, dims)
+    sums = all_reduce_(_sums(x, dims, coarse, fine, finite, squares), spec, dims)
     return sums[0] + sums[1] + sums[2]
 
 

@@ -151,9 +151,6 @@ def check_elementwise(function: Callable[..., Any], state_class: Any, moments: S
 
     Returns:
         Whether it could be tried. If not, it must be watched where it runs.
-
-    Raises:
-        ValueError: if it uses an operation that combines elements, moves them, or draws at random.
     """
     if not can_watch():
         return True
@@ -176,11 +173,7 @@ def can_watch() -> bool:
 
 @contextmanager
 def watched(guard: Guard | None, function: Callable[..., Any], path: str) -> Iterator[None]:
-    """While a function is given a rank's part of a leaf; it is not watched if there is no guard.
-
-    Raises:
-        ValueError: if the function combines elements of the part by itself, moves them, or draws at random.
-    """
+    """While a function is given a rank's part of a leaf; it is not watched if there is no guard."""
     if guard is None:
         yield
         return

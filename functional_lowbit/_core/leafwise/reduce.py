@@ -201,5 +201,5 @@ def _max(x: Tensor, dims: tuple[int, ...], spec: sharding.ShardSpec | None) -> T
     # A collective need not pass NaN on, so it goes beside the number.
     is_nan = largest.isnan()
     both = torch.stack([torch.where(is_nan, float("inf"), largest), is_nan.float()])
-    largest, is_nan = _collectives.all_reduce(both, spec, dims, largest=True)
+    largest, is_nan = _collectives.all_reduce_(both, spec, dims, largest=True)
     return torch.where(is_nan > 0, float("nan"), largest) + 0.0

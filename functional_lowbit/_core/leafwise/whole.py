@@ -61,9 +61,6 @@ def run_whole(tasks: Sequence[Task], compute: Compute) -> list[list[Tensor]]:
         tasks: The leaves, all sharded.
         compute: `compute(task, [update, *fields, parameter if there is one]) -> [update, *fields]`, of whole tensors,
             float32.
-
-    Raises:
-        RuntimeError: if `compute` failed on the rank that worked on a leaf; there, its own error is raised.
     """
     results: list[Any] = [None] * len(tasks)
     alike: dict[Any, list[int]] = {}

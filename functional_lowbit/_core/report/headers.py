@@ -54,11 +54,6 @@ def read_params(path: Path, notes: list[str]) -> dict[str, Tensor]:
         path: A safetensors file, an index of several (`model.safetensors.index.json`), or a folder with either. A
             folder's index says which of its files count; states of `save_safetensors` there do not.
         notes: Takes what there is to say about them.
-
-    Raises:
-        FileNotFoundError: for a file that the index names and that is not there.
-        ValueError: for what is no such file, for a tensor in two files, and for a folder with several indices,
-            or with states of optimizers alone.
     """
     found: dict[str, Tensor] = {}
     left_out: list[str] = []

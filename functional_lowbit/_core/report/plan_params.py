@@ -25,12 +25,6 @@ def planned_params(params: Any, dtype: torch.dtype | None = None) -> tuple[Tree,
     Args:
         params: As in `memory_plan`.
         dtype: In place of the parameters' own dtypes.
-
-    Raises:
-        FileNotFoundError: for a path where there is nothing.
-        ImportError: for a config, without the package `transformers`.
-        ValueError: for a path to something else, and for a damaged file.
-        TypeError: for a dtype that parameters cannot have.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise WrongType(f"dtype must be a floating-point torch.dtype, got {dtype!r}")

@@ -19,11 +19,7 @@ def spec_of(statistic: Statistic, leaf: Tensor) -> tuple[tuple[int, ...], ShardS
 
 
 def first(field: str, path: str, statistic: Statistic, leaf: Tensor, value: Callable[[], Tensor] | None) -> Tensor:
-    """A new statistic: zeros, or this rank's part as `init` made it.
-
-    Raises:
-        ValueError: for a value of another shape.
-    """
+    """A new statistic: zeros, or this rank's part as `init` made it."""
     shape, spec = spec_of(statistic, leaf)
     local_shape = shape if spec is None else spec.local_shape()
     if value is None:

@@ -172,9 +172,6 @@ def kernel_for(key: KernelKey, backend: str | None) -> Kernel:
         key: What it is made for.
         backend: "native", "eager", or a backend of torch.compile. None: "native" where that is possible, else
             "inductor".
-
-    Raises:
-        NotImplementedError: for "native", if it cannot be made.
     """
     kernel = _kernels.get((key, backend))
     if kernel is None:

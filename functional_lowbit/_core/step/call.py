@@ -79,20 +79,7 @@ class Call:
 def begin(
     plan: Plan, kernels: Kernels, state: Any, updates: list[Any], extra: dict[str, Any], moved: Sequence[Any]
 ) -> Call:
-    """Take up the numbers of a step.
-
-    Args:
-        plan: Of parameters and state.
-        kernels: Of the step.
-        state: Of the transformation.
-        updates: The gradients, looked at.
-        extra: The extra arguments.
-        moved: The new state of each `RenewOp`.
-
-    Raises:
-        TypeError, ValueError: for hyperparameters that are not finite, and for a state without a step if noise needs
-            one.
-    """
+    """Take up the numbers of a step. `updates` are the gradients, `moved` has the new state of each `RenewOp`."""
     if plan.noise is not None:
         plan.noise.begin(state, plan.params.paths)
     hypers = {i: op.rule.hyper(plan.states[i]) for i, op in enumerate(plan.ops) if isinstance(op, RuleOp)}

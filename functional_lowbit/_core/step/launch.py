@@ -65,13 +65,7 @@ def flush(call: Call, leaves: Sequence[int]) -> None:
 
 
 def launch(call: Call, leaves: Sequence[int], result: Result) -> None:
-    """Run what is pending on some leaves as one kernel for each group of them.
-
-    Args:
-        call: The step.
-        leaves: Their indices; those without an update are left out.
-        result: What becomes of the updates.
-    """
+    """Run what is pending on some leaves as one kernel for each group of them; those without an update are left out."""
     call.fill([i for i in leaves if call.pending[i]])
     call.localize()
     groups: dict[Group, list[int]] = {}

@@ -123,19 +123,7 @@ class Plan:
 
 
 def make_plan(program: Program, params: Params, state: Any, noise: Noise | None, donate: bool) -> Plan:
-    """Look at a state, and at what it shares with the parameters.
-
-    Args:
-        program: With the numbers of this step.
-        params: Of the model.
-        state: Of the transformation.
-        noise: Of stochastic rounding, or None.
-        donate: Whether parameters and state will be written to.
-
-    Raises:
-        TypeError, ValueError: for a state that does not fit the parameters.
-        RuntimeError: for one that an interrupted step has left half-updated.
-    """
+    """Look at a state, and at what it shares with the parameters."""
     given, treedef, widening = params.given, params.treedef, program.widening
     beside = [None] * len(given) if widening is None else widening.beside(treedef, given, state)
     ops, states, active = list(program.ops()), list(program.states(state)), list(program.active(params.tree, treedef))

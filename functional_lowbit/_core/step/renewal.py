@@ -21,13 +21,6 @@ def renewed(program: Program, update: Any) -> Program:
     """The program of `update`, with the leaf functions of the old one where they are the same.
 
     A leaf function that holds another number than before is another one: it is compiled anew.
-
-    Args:
-        program: Of the transformation that was lowered.
-        update: The update function of the one that takes its place.
-
-    Raises:
-        ValueError: if `update` is not built like the old one.
     """
     old, own = program.update, program.own
     if old is update:
