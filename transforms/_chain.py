@@ -20,6 +20,10 @@ class Chain(Composite):
     def __init__(self, inner: Sequence[GradientTransformation]):
         self.inner = tuple(inner)
 
+    def around(self, inner: Sequence[GradientTransformation]) -> "Chain":
+        """A chain of other parts."""
+        return Chain(inner)
+
     def init_state(self, params: Tree, rest: Rest) -> Any:
         """A tuple of the parts' states."""
         return tuple(init_with(tx, params, rest) for tx in self.inner)
@@ -81,6 +85,10 @@ class NamedChain(Chain):
     def __init__(self, names: Sequence[str], inner: Sequence[GradientTransformation]):
         super().__init__(inner)
         self.names = tuple(names)
+
+    def around(self, inner: Sequence[GradientTransformation]) -> "NamedChain":
+        """A chain of other parts, with the same names."""
+        return NamedChain(self.names, inner)
 
     def init_state(self, params: Tree, rest: Rest) -> Any:
         """The parts' states, by name."""

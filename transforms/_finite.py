@@ -29,6 +29,9 @@ class ApplyIfFiniteState(NamedTuple):
 class ApplyIfFinite(Gated):
     """The `update` of `apply_if_finite`."""
 
+    state_class = ApplyIfFiniteState
+    name = "apply_if_finite"
+
     def __init__(self, inner: GradientTransformation, max_consecutive_errors: int):
         self.inner = (inner,)
         self.max_consecutive_errors = max_consecutive_errors
@@ -41,20 +44,6 @@ class ApplyIfFinite(Gated):
             total_notfinite=torch.zeros((), dtype=torch.int64, device="cpu"),
             inner_state=init_with(self.inner[0], params, rest),
         )
-
-    @speaking("apply_if_finite.update")
-    def split(self, state: Any) -> Sequence[Any]:
-        """The inner state."""
-        if not isinstance(state, ApplyIfFiniteState):
-            raise WrongValue(
-                f"the state must be an ApplyIfFiniteState, got {type(state).__name__}; it was made for another "
-                "transformation"
-            )
-        return (state.inner_state,)
-
-    def join(self, state: Any, states: Sequence[Any]) -> ApplyIfFiniteState:
-        """The same counters around a new inner state."""
-        return state._replace(inner_state=states[0])
 
     def decide(self, updates: Tree, state: Any) -> tuple[Tensor, Any]:
         """Whether this step is made (bool[]), and the state with its counters moved on."""

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Number, call_update
 from functional_lowbit._core.leafwise.scalars import at_least_float32
-from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.parts import Renewing, Rest, init_with
 from functional_lowbit._optree import Tree
 from functional_lowbit._refused import WrongType, WrongValue, speaking
@@ -35,6 +34,9 @@ class InjectHyperparams(Renewing):
         numbers: Those that are numbers in the state, or schedules of them.
         dtype: Of the numbers in the state.
     """
+
+    state_class = InjectHyperparamsState
+    name = "inject_hyperparams"
 
     def __init__(self, factory: Callable[..., Any], fixed: dict[str, Any], numbers: dict[str, Any], dtype: torch.dtype):
         self.factory = factory
@@ -70,16 +72,6 @@ class InjectHyperparams(Renewing):
             hyperparams=self.firsts(),
             inner_state=init_with(self.inner[0], params, rest),
         )
-
-    @speaking("inject_hyperparams.update")
-    def split(self, state: Any) -> Sequence[Any]:
-        """The inner state."""
-        fits.state_class(state, InjectHyperparamsState)
-        return (state.inner_state,)
-
-    def join(self, state: Any, states: Sequence[Any]) -> InjectHyperparamsState:
-        """The same numbers around a new inner state."""
-        return state._replace(inner_state=states[0])
 
     @speaking("inject_hyperparams")
     def advance(self, state: Any) -> tuple[dict[str, Tensor], Any]:

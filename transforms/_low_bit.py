@@ -1,6 +1,6 @@
 """low_bit: store the moments of any transformation in few bits."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -110,14 +110,6 @@ class LowBit(Composite):
     def structure(self) -> Any:
         """How moments are stored."""
         return self.by_field or self.format, self.block_size, self.min_size
-
-    def split(self, state: Any) -> Sequence[Any]:
-        """The state itself: it has the inner structure."""
-        return (state,)
-
-    def join(self, state: Any, states: Sequence[Any]) -> Any:
-        """The inner state itself."""
-        return states[0]
 
     def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         """Read the moments, update, store them again. The step itself uses the new moments before they are rounded."""

@@ -14,7 +14,7 @@ from functional_lowbit._core.contract.per_leaf import PerLeaf
 from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.parts import Composite, Rest, init_with
 from functional_lowbit._optree import Tree
-from functional_lowbit._refused import WrongType, WrongValue, speaking
+from functional_lowbit._refused import WrongType, speaking
 
 Mask: TypeAlias = Tree | Callable[[Tree], Tree] | Callable[[str, Tensor], bool]
 """A tree of bools that begins like params (a bool stands for all leaves below it), a function of params to one, or
@@ -30,6 +30,9 @@ class MaskedState(NamedTuple):
 class Masked(Composite):
     """The `update` of a masked transformation."""
 
+    state_class = MaskedState
+    name = "masked"
+
     def __init__(self, inner: GradientTransformation, mask: Callable[[Tree], list[bool]], masks_extra_args: bool):
         self.inner = (inner,)
         self.mask = mask  # whether each leaf of a tree is kept, in order
@@ -38,19 +41,6 @@ class Masked(Composite):
     def init_state(self, params: Tree, rest: Rest) -> MaskedState:
         """The inner state for the leaves that are kept."""
         return MaskedState(init_with(self.inner[0], self.narrow(params), rest))
-
-    @speaking("masked.update")
-    def split(self, state: Any) -> Sequence[Any]:
-        """The inner state."""
-        if not isinstance(state, MaskedState):
-            raise WrongValue(
-                f"the state must be a MaskedState, got {type(state).__name__}; it was made for another transformation"
-            )
-        return (state.inner_state,)
-
-    def join(self, state: Any, states: Sequence[Any]) -> MaskedState:
-        """The wrapped inner state."""
-        return MaskedState(states[0])
 
     def narrow(self, params: Tree) -> Tree:
         """The tree with `MaskedNode` where the mask is False."""

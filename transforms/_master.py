@@ -29,6 +29,9 @@ class MasterWeightsState(NamedTuple):
 class MasterWeights(Widening):
     """The `update` of `master_weights`. Beside each half-precision parameter is the code of what it lacks."""
 
+    state_class = MasterWeightsState
+    name = "master_weights"
+
     def __init__(self, inner: GradientTransformation, bits: int, resting: Any = None):
         self.inner = (inner,)
         self.bits = bits
@@ -53,16 +56,6 @@ class MasterWeights(Widening):
     def structure(self) -> Any:
         """How wide an error is."""
         return self.bits
-
-    @speaking("master_weights.update")
-    def split(self, state: Any) -> Sequence[Any]:
-        """The inner state."""
-        fits.state_class(state, MasterWeightsState)
-        return (state.inner_state,)
-
-    def join(self, state: Any, states: Sequence[Any]) -> MasterWeightsState:
-        """The same errors around a new inner state."""
-        return state._replace(inner_state=states[0])
 
     def _no_error(self, p: Tensor) -> Tensor | None:
         if p.dtype not in HALF_DTYPES:

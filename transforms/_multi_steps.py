@@ -1,6 +1,6 @@
 """multi_steps: accumulate the gradients of several mini-steps, and make one step of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -32,6 +32,10 @@ class MultiStepsState(NamedTuple):
 
 class MultiSteps(HostGated):
     """The `update` of `multi_steps`."""
+
+    state_class = MultiStepsState
+    name = "multi_steps"
+    inner_field = "inner_opt_state"
 
     def __init__(self, inner: GradientTransformation, every_k: EveryK, use_grad_mean: bool):
         self.inner = (inner,)
@@ -75,16 +79,6 @@ class MultiSteps(HostGated):
             inner_opt_state=init_with(self.inner[0], params, rest),
             acc_grads=acc_grads,
         )
-
-    @speaking("multi_steps.update")
-    def split(self, state: Any) -> Sequence[Any]:
-        """The inner state."""
-        fits.state_class(state, MultiStepsState)
-        return (state.inner_opt_state,)
-
-    def join(self, state: Any, states: Sequence[Any]) -> MultiStepsState:
-        """The same accumulator around a new inner state."""
-        return state._replace(inner_opt_state=states[0])
 
     def opens(self, state: Any) -> bool:
         """Whether this mini-step completes a step."""

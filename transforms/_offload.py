@@ -1,6 +1,6 @@
 """offload: let the moments of any transformation rest on the CPU, and pass through the parameters' device in steps."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,14 +45,6 @@ class Offload(Composite):
         """The inner state, moments on the CPU. Each is moved before the next one is made."""
         with placing(to_cpu):
             return init_with(self.inner[0], params, rest)
-
-    def split(self, state: Any) -> Sequence[Any]:
-        """The state itself: it has the inner structure."""
-        return (state,)
-
-    def join(self, state: Any, states: Sequence[Any]) -> Any:
-        """The inner state itself."""
-        return states[0]
 
     def __call__(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
         """The inner update, leaf by leaf where each leaf is treated alone, else with all moments on the device."""
@@ -194,7 +186,7 @@ def offloaded(
     """As `offload`, with lanes of one's own: then state is staged on every device, the CPU too."""
     part = tx.update
     if isinstance(part, Chain):
-        part = Chain([offloaded(inner, buffer_size, lanes) for inner in part.inner])
+        part = part.around([offloaded(inner, buffer_size, lanes) for inner in part.inner])
     elif isinstance(part, Widening):
         part = part.around(offloaded(part.inner[0], buffer_size, lanes), Offload(tx, buffer_size, lanes))
     else:

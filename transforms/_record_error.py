@@ -1,6 +1,6 @@
 """Quantization errors: of one step, and recorded while training."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,6 @@ from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation
 from functional_lowbit._core.report.errors import UPDATE, by_path, errors_of, leaves_stand_alone, moment_trees
 from functional_lowbit._core.report.recorded import ErrorReport, Numbers, QuantizationErrorState, rows
-from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.like_params import like_params
 from functional_lowbit._core.state.observing import Observing
 from functional_lowbit._core.state.parts import Rest, init_with
@@ -23,6 +22,9 @@ from functional_lowbit._refused import WrongType, WrongValue, speaking
 
 class RecordQuantizationError(Observing):
     """The `update` of `record_quantization_error`."""
+
+    state_class = QuantizationErrorState
+    name = "record_quantization_error"
 
     def __init__(self, inner: GradientTransformation, every: int):
         self.inner = (inner,)
@@ -53,16 +55,6 @@ class RecordQuantizationError(Observing):
             largest=none_yet(),
             inner_state=inner_state,
         )
-
-    @speaking("record_quantization_error.update")
-    def split(self, state: Any) -> Sequence[Any]:
-        """The inner state."""
-        fits.state_class(state, QuantizationErrorState)
-        return (state.inner_state,)
-
-    def join(self, state: Any, states: Sequence[Any]) -> QuantizationErrorState:
-        """The same errors beside a new inner state."""
-        return state._replace(inner_state=states[0])
 
     def wants(self, state: Any) -> bool:
         """At each step whose number, counted from 1, is a multiple."""

@@ -319,7 +319,7 @@ def test_what_cannot_be_made_is_refused():
     refuses(ValueError, "scale_by_adam: b2 must be in [0, 1), got 1.0", lambda: INJECTED(0.1, b2=1.0))
     refuses(
         ValueError,
-        f"{SPEAKER}.update: the state must be a InjectHyperparamsState, got tuple; it was made for another "
+        f"{SPEAKER}.update: the state must be an InjectHyperparamsState, got tuple; it was made for another "
         "transformation",
         lambda: INJECTED(0.1).update(torch.ones(1), (), torch.ones(1)),
     )

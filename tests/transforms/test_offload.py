@@ -54,6 +54,7 @@ MASK = {"w": True, "v": False, "b": True, "t": True, "column": False}
 AROUND: dict[str, Callable[[Any], Any]] = {
     "clip": lambda tx: fl.chain(fl.clip_by_global_norm(0.5), tx),
     "schedule": lambda tx: fl.chain(tx, fl.scale_by_schedule(SCHEDULE)),
+    "names": lambda tx: fl.named_chain(("clip", fl.clip(0.5)), ("optimizer", tx)),
     "mask": lambda tx: fl.masked(tx, MASK),
     "gate": lambda tx: fl.apply_if_finite(tx),
     "steps": lambda tx: fl.multi_steps(tx, 2),

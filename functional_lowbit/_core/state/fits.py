@@ -86,8 +86,9 @@ def state_class(state: Any, expected: type) -> None:
     """Refuse the state of another transformation, and one that was left half-updated."""
     interrupted.refuse(state)
     if not isinstance(state, expected):
+        article = "an" if expected.__name__[0] in "AEIOU" else "a"
         raise WrongValue(
-            f"the state must be a {expected.__name__}, got {type(state).__name__}; it was made for another "
+            f"the state must be {article} {expected.__name__}, got {type(state).__name__}; it was made for another "
             "transformation"
         )
 

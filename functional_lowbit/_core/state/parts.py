@@ -13,8 +13,10 @@ from torch import Tensor
 
 from functional_lowbit import _optree
 from functional_lowbit._core.contract.base import GradientTransformation, Moment, moments_of
+from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.resting import rest_in_float32
 from functional_lowbit._optree import Tree
+from functional_lowbit._refused import speaking
 
 
 class Rest(Protocol):
@@ -53,19 +55,30 @@ class Part(ABC):
 
 
 class Composite(Part):
-    """A part that holds other parts, and their states inside its own."""
+    """A part that holds other parts, and their states inside its own.
+
+    One with a `state_class` has the state of its one inner transformation in a field of its own; one without says what
+    its state is made of by `split` and `join`, and if it does not, its state is the inner one.
+    """
 
     inner: tuple[GradientTransformation, ...]
+    state_class: type | None = None
+    inner_field = "inner_state"
+    name = ""  # who speaks in errors
     sequential = False  # whether the inner transformations see the same trees as this one, one after the other
     offloads = False  # whether the moments inside rest on the CPU, see `transforms._offload`
 
-    @abstractmethod
     def split(self, state: Any) -> Sequence[Any]:
         """The states of the inner transformations, in order."""
+        if self.state_class is None:
+            return (state,)
+        with speaking(f"{self.name}.update"):
+            fits.state_class(state, self.state_class)
+        return (getattr(state, self.inner_field),)
 
-    @abstractmethod
     def join(self, state: Any, states: Sequence[Any]) -> Any:
         """This part's state with the inner states replaced."""
+        return states[0] if self.state_class is None else state._replace(**{self.inner_field: states[0]})
 
     def narrow(self, params: Tree) -> Tree:
         """The tree that the inner transformations see; masks take leaves away."""
