@@ -10,6 +10,7 @@ from functional_lowbit import _optree
 from functional_lowbit._core.contract import refuse
 from functional_lowbit._core.contract.base import GradientTransformation, Role
 from functional_lowbit._core.contract.per_leaf import PerLeaf
+from functional_lowbit._core.state import fits
 from functional_lowbit._core.state.parts import Composite, Rest, init_with
 from functional_lowbit._optree import Tree
 from functional_lowbit._refused import WrongType, WrongValue, speaking
@@ -50,11 +51,7 @@ class Partition(Composite):
     @speaking("partition.update")
     def split(self, state: Any) -> Sequence[Any]:
         """The groups' states."""
-        if not isinstance(state, PartitionState):
-            raise WrongValue(
-                f"the state must be a PartitionState, got {type(state).__name__}; it was made for another "
-                "transformation"
-            )
+        fits.state_class(state, PartitionState)
         if state.inner_states.keys() != set(self.labels):
             labels, got = (", ".join(map(repr, x)) for x in (self.labels, state.inner_states))
             raise WrongValue(
