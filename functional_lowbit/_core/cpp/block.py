@@ -94,7 +94,7 @@ class Block(Loops):
         body: list[str] = []
         for node in self.code:
             if self._is_reduction(node) and self.loop[node] == loop + 1:
-                self._reduce(node, before, clauses, body)
+                self._reduce_(node, before, clauses, body)
             elif self.domain[node] == "element" and (loop == self.loop[node] or loop in self.uses[node]):
                 if loop == self.loop[node] or node not in self.kept:
                     body.append(self._declare(node))
@@ -109,7 +109,7 @@ class Block(Loops):
         lines = [*before, pragma, "for (int64_t j = 0; j < n; j++) {", *("    " + line for line in body), "}"]
         return ["    " + line for line in lines]
 
-    def _reduce(self, node: fx.Node, before: list[str], clauses: list[str], body: list[str]) -> None:
+    def _reduce_(self, node: fx.Node, before: list[str], clauses: list[str], body: list[str]) -> None:
         """What a reduction adds: its variable, the clause that lets it be vectorized, and the step in the loop."""
         kind, start, less = REDUCTIONS[operation_of(node)]
         r, x = f"r_{node.name}", name_of(node.args[0])  # type: ignore[arg-type]
@@ -120,9 +120,7 @@ class Block(Loops):
             return
         before.append(f"float {r} = {start};")
         body.append(f"{r} = {r} {less} {x} ? {x} : {r};")
-        if not is_number(
-            node.args[0]
-        ):  # looked for by itself: a comparison that also finds NaN would not be vectorized
+        if not is_number(node.args[0]):  # by itself: a comparison that also finds NaN would not be vectorized
             before.append(f"int {r}_nan = 0;")
             clauses.append(f"|:{r}_nan")
             body.append(f"{r}_nan |= {x} != {x};")

@@ -127,9 +127,9 @@ def write_shared(call: Call) -> list[Any]:
         if isinstance(op, HostGateOp):
             for k in call.missed.get(i, ()):
                 for moment in call.plan.moments[i][k].kept:
-                    _write(moment, changed(partial(op.part.missed, state=old), moment), gates)
+                    _write_(moment, changed(partial(op.part.missed, state=old), moment), gates)
         for name, new in _news(call, i).items():
-            _write(getattr(old, name), new, gates)
+            _write_(getattr(old, name), new, gates)
     return states
 
 
@@ -141,14 +141,14 @@ def _news(call: Call, i: int) -> dict[str, Any]:
     return {} if new is None else {name: x for name, x in new._asdict().items() if x is not getattr(old, name)}
 
 
-def _write(old: Tree, new: Tree, gates: list[Tensor]) -> None:
+def _write_(old: Tree, new: Tree, gates: list[Tensor]) -> None:
     """Write a tree into an old one's tensors. In a dict of numbers, one may be a Python number that a user has set."""
     if isinstance(old, dict):
         for name, value in new.items():
             if isinstance(value, Tensor) and not _fits(value, old[name]):
                 old[name] = _gated(value, torch.as_tensor(old[name], dtype=value.dtype, device=value.device), gates)
             else:
-                _write(old[name], value, gates)
+                _write_(old[name], value, gates)
         return
     for place, value in zip(_optree.leaves(old), _optree.leaves(new), strict=True):
         if place is not value:

@@ -136,10 +136,10 @@ def _seen(params: Tree, treedef: _optree.TreeDef) -> list[bool]:
 
 def lower(update: Any) -> Program:
     """Take an update function apart."""
-    return _lower(update, Behind(), [0, 0], is_outermost=True)
+    return _lower_(update, Behind(), [0, 0], is_outermost=True)
 
 
-def _lower(update: Any, behind: Behind, counters: list[int], is_outermost: bool = False) -> Program:
+def _lower_(update: Any, behind: Behind, counters: list[int], is_outermost: bool = False) -> Program:
     if isinstance(update, Leafwise) and update.check_declaration() and update.elementwise:
         return Program(update, LeafOp(update, behind))
     if not isinstance(update, Composite) or (isinstance(update, Widening) and not is_outermost):
@@ -160,7 +160,7 @@ def _lower(update: Any, behind: Behind, counters: list[int], is_outermost: bool 
         own = RenewOp(update, behind)
     if update.offloads:
         behind = replace(behind, resting=update)
-    inner = tuple(_lower(tx.update, behind, counters) for tx in update.inner)
+    inner = tuple(_lower_(tx.update, behind, counters) for tx in update.inner)
     if not update.sequential and any(
         isinstance(op, OpaqueOp) or (update.offloads and _looks_at_moments(op)) for p in inner for op in p.ops()
     ):

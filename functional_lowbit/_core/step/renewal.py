@@ -42,7 +42,7 @@ def renews(program: Program) -> bool:
     return any(isinstance(op, RenewOp) for op in program.ops())
 
 
-def at(program: Program, state: Any, moved: list[Any]) -> Program:
+def at_(program: Program, state: Any, moved: list[Any]) -> Program:
     """The program with this step's numbers, where transformations are made of numbers in the state.
 
     Args:
@@ -64,7 +64,7 @@ def at(program: Program, state: Any, moved: list[Any]) -> Program:
             # Copies: the program stays for as long as the numbers do, whatever becomes of the state's tensors.
             made = update.make({name: x.detach().clone() for name, x in now.items()})
             inner = (renewed(inner[0], made.update),)
-    inner = tuple(at(p, s, moved) for p, s in zip(inner, update.split(state), strict=True))
+    inner = tuple(at_(p, s, moved) for p, s in zip(inner, update.split(state), strict=True))
     return Program(update, program.own, inner, numbers)
 
 

@@ -16,7 +16,7 @@ from functional_lowbit._core.step.call import Call, begin
 from functional_lowbit._core.step.noise import Noise
 from functional_lowbit._core.step.plan import Params, make_plan
 from functional_lowbit._core.step.program import lower
-from functional_lowbit._core.step.renewal import at, renewed
+from functional_lowbit._core.step.renewal import at_, renewed
 from functional_lowbit._optree import Tree
 from functional_lowbit._refused import WrongValue, speaking
 
@@ -87,7 +87,7 @@ class Step:
         leaves = Params.of(params)
         updates = leaves.updates("grads", grads)
         moved: list[Any] = []
-        self._program = at(self._program, state, moved)  # serves again while the numbers in the state do
+        self._program = at_(self._program, state, moved)  # serves again while the numbers in the state do
         plan = make_plan(self._program, leaves, state, self._noise, self._donate)
         return begin(plan, self._used, state, updates, extra, moved)
 

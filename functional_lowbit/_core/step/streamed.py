@@ -88,7 +88,7 @@ def _stream(device: torch.device, batches: Sequence[Batch], begin: Callable[[], 
             if op.lane == "in":
                 staged[op.bundle] = list(_carved(buffers[op.buffer], own))
             there = staged[op.bundle] if op.lane != "out" else staged.pop(op.bundle)
-            job = {"in": partial(_copy, there, own), "run": partial(_run, there), "out": partial(_copy, own, there)}
+            job = {"in": partial(_copy_, there, own), "run": partial(_run, there), "out": partial(_copy_, own, there)}
             marks.append(lanes.submit(op.lane, job[op.lane], [] if op.after is None else [marks[op.after]]))
     finally:
         lanes.finish()
@@ -116,7 +116,7 @@ def _carved(buffer: Tensor, pieces: Sequence[Piece]) -> Iterator[Piece]:
         yield Piece(batch, staging.Filled(leaf.grid, tuple(tensors)))
 
 
-def _copy(to: Sequence[Piece], source: Sequence[Piece]) -> None:
+def _copy_(to: Sequence[Piece], source: Sequence[Piece]) -> None:
     for new, old in zip(to, source, strict=True):
         for i in new.batch.at:
             new.leaf.tensors[i].copy_(old.leaf.tensors[i], non_blocking=True)
