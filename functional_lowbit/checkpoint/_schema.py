@@ -93,7 +93,7 @@ def read(text: Any) -> dict[str, dict[str, Any]]:
         raise WrongValue(f"the entry {SCHEMA!r} must be a string, got {type(text).__name__}")
     try:
         document = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise WrongValue(f"the entry {SCHEMA!r} is no JSON: {error}; the file is damaged") from error
     version = document.get("version") if isinstance(document, dict) else None
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:

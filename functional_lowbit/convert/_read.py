@@ -7,6 +7,7 @@ from torch import Tensor
 
 from functional_lowbit._refused import WrongValue
 from functional_lowbit.convert._kept import Kept
+from functional_lowbit.convert._match import Shell
 from functional_lowbit.convert._saved import SavedParam
 from functional_lowbit.sharding import ShardSpec
 
@@ -99,7 +100,7 @@ def refuse_dampening(reads: Iterable[Read], groups: Sequence[Mapping[str, Any]],
         dampening = groups[read.group].get("dampening", 0)
         if "momentum_buffer" not in read.moments or not dampening or float(dampening) == 0:
             continue
-        own = getattr(target, "param_groups", [{}])
+        own = target.param_groups if isinstance(target, Shell) else [{}]
         if not all("dampening" in group for group in own):
             raise WrongValue(
                 f"group {read.group} has a dampening of {dampening}, which the target has not; its momentum "

@@ -124,7 +124,7 @@ def unflattened(saved: Any) -> Any:
     hypers: dict[str, dict[str, Any]] = {}
     for key, value in saved.items():
         if key.startswith(GROUPS):
-            name, entry = key.removeprefix(GROUPS).rsplit(".", 1)
+            name, _, entry = key.removeprefix(GROUPS).rpartition(".")
             hypers.setdefault(name, {})[entry] = value
     state: dict[str, dict[str, Any]] = {}
     for key, value in saved.items():

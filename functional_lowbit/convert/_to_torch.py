@@ -63,7 +63,7 @@ def to_torch(
     Raises:
         TypeError: if `target` is neither an optimizer nor groups.
         ValueError: for parameters that only one side has, a kind of optimizer that keeps other moments, one with
-            amsgrad or dampening, and a source with two moments for one entry.
+            amsgrad or dampening, a source without moments, and one with two for one entry.
         RuntimeError: for a state that an interrupted step has left half-updated.
 
     Example:
@@ -83,6 +83,10 @@ def to_torch(
             "target is needed, since source has not all hyperparameters; pass the torch.optim optimizer, or its groups"
         )
     place = _place(given.groups if target is None else target)
+    if not given.reads and not all("dampening" in group and not group.get("momentum") for group in place.groups):
+        raise WrongValue(
+            "source has no moments; pass a state with some, an fl.optim optimizer, or what was saved of either"
+        )
     sides = Sides("target", "source", "source" if is_own_state(source) else "")
     found = match(sides, place.params, given.params)
     damped = isinstance(source, Shell) and all("dampening" in group for group in source.param_groups)

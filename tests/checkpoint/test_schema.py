@@ -244,3 +244,9 @@ def test_a_leaf_of_another_field():
     saved["schema"] = json.dumps(document)
     text = "load_state_dict: leaf '0.mu.w' was saved with field '0', but the state has 'mu'"
     refuses(ValueError, text, lambda: fl.load_state_dict(fl.adam8bit(0.1).init(make_params()), saved))
+
+
+def test_a_number_of_thousands_of_digits_is_no_json():
+    saved = {"schema": f'{{"version": {"9" * 5000}}}'}
+    with pytest.raises(ValueError, match=r"^load_state_dict: the entry 'schema' is no JSON"):
+        fl.load_state_dict({}, saved)

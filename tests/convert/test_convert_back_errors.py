@@ -1,7 +1,7 @@
 """What fl.convert refuses on the way back."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -122,3 +122,43 @@ def test_an_interrupted_state_is_refused():
     )
     with pytest.raises(RuntimeError, match=r"^from_torch: an earlier step in place was interrupted"):
         from_torch(saved_of(), state)()
+
+
+@pytest.mark.parametrize(
+    "source", [None, 3, {"optimizer": {}}, nn.Linear(2, 2), torch.optim.AdamW([nn.Parameter(PARAMS["w"])])]
+)
+def test_a_source_without_moments_is_refused(source):
+    """Loading what was made of it would silently begin anew."""
+    optimizer = torch.optim.AdamW([(name, nn.Parameter(x.clone())) for name, x in PARAMS.items()])
+    refuses(
+        ValueError,
+        "to_torch: source has no moments; pass a state with some, an fl.optim optimizer, or what was saved of either",
+        lambda: fl.convert.to_torch(source, optimizer, PARAMS),
+    )
+
+
+def test_torchs_sgd_without_momentum_keeps_nothing():
+    groups = torch.optim.SGD([nn.Parameter(PARAMS["w"])]).state_dict()["param_groups"]
+    assert fl.convert.to_torch(fl.sgd(0.1).init({"0": PARAMS["w"]}), groups, {"0": PARAMS["w"]})["state"] == {}
+
+
+def test_a_state_may_have_a_field_of_groups():
+    """It is no optimizer for that: momentum with a dampening goes on in none of our states."""
+
+    class S(NamedTuple):
+        param_groups: Any
+        trace: fl.Signed
+
+    state = S([], {"w": torch.zeros(2, 2)})
+    optimizer = torch.optim.SGD([("w", nn.Parameter(torch.zeros(2, 2)))], lr=0.1, momentum=0.9, dampening=0.5)
+    next(iter(optimizer.param_groups[0]["params"])).grad = torch.ones(2, 2)
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"has a dampening of 0\.5, which the target has not"):
+        fl.convert.from_torch(optimizer, state, {"w": torch.zeros(2, 2)}, step=3)
+
+
+def test_a_flattened_group_without_an_entry_is_damaged():
+    with pytest.raises(
+        ValueError, match=r"^library_of: saved\['state'\] has 'a', which is in no group; the file is damaged"
+    ):
+        fl.convert.library_of({"state.a.b": 1, "param_groups.x": 2})
